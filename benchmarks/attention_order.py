@@ -1,7 +1,6 @@
-"""Attention of requests that decode, by the order in which they are handed to it.
+"""Decode attention with its requests in order of arrival, and longest context first.
 
-Contexts are spread as in serving; the same ones in the order in which requests came, and longest first.
-A section of `benchmarks.gpu_engine`.
+Contexts are spread as in serving, and equal in both orders. A section of `benchmarks.gpu_engine`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NUM_LAYERS: Final = 8
 
 
 def measure_order(shape_name: str) -> list[dict[str, Any]]:
-    """Microseconds of one layer, the mean of a few draws of contexts."""
+    """Return the microseconds of one layer, as means over a few draws of contexts."""
     found, shape = [], config_of_shape(shape_name).shape
     for num_requests in NUM_REQUESTS:
         drawn = [_draw_contexts(Random(seed), num_requests) for seed in range(_DRAWS)]
@@ -52,7 +51,7 @@ def _draw_contexts(random: Random, number: int) -> list[int]:
 
 
 def _layer_us(shape: ModelShape, contexts: list[int]) -> float:
-    """Layer after layer, each with keys and values of its own: none finds them in the last cache."""
+    """Time layers in a row, each with its own keys and values, so that none is in the last-level cache."""
     num_blocks_of = [-(-context // _BLOCK_SIZE) for context in contexts]
     num_blocks, num_rows = sum(num_blocks_of), len(contexts)
     anywhere = iter(torch.randperm(num_blocks).tolist())

@@ -1,8 +1,8 @@
-"""Clients that ask for nothing more, or read far too slowly, while others are being measured.
+"""Clients that are idle or read far too slowly, while others are measured.
 
-Idle clients hold a kept-alive connection. Slow readers have asked for a long streamed answer and take
-a few bytes of it now and then; by the time `bystanders` yields, the engine has no work left for them.
-So whatever the measured clients lose is the price of the connections, not of the tokens.
+Idle clients hold a kept-alive connection. Slow readers have requested a long streamed answer and read
+a few bytes of it now and then; by the time `bystanders` yields, the engine has finished their requests.
+So whatever the measured clients lose is the cost of the connections, not of the tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from loraplex.bench.client import BenchRequest, CompletionClient
 
 _SLOW_READ_BYTES = 64
 _SLOW_READ_PAUSE_S = 0.5
-# Loopback would swallow a whole answer in kernel buffers. A small segment and a small window make the
-# server feel a slow reader as it would over a real network.
+# Loopback would buffer a whole answer in the kernel. A small segment and a small window make the
+# server see a slow reader as it would over a real network.
 _SLOW_SEGMENT_BYTES = 536
 _SLOW_WINDOW_BYTES = 2048
 
@@ -30,7 +30,7 @@ async def bystanders(
     """Hold the connections for the length of the block.
 
     `probe` is read at full speed and must be as long as the slow requests: it is sent after them, so
-    when it ends, the engine has generated theirs too.
+    when it ends, theirs are generated too.
     """
     address = urlsplit(base_url)
     host, port = address.hostname, address.port
@@ -70,7 +70,7 @@ async def _open(host: str, port: int, *, slow: bool = False) -> socket.socket:
 
 
 async def _ask(connection: socket.socket, request: bytes) -> None:
-    """Send, and wait for the first byte of the answer: from then on the server is holding it."""
+    """Send, and wait for the first byte of the answer: from then on the server holds the connection."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, request)
     if not await loop.sock_recv(connection, 1):
@@ -78,7 +78,7 @@ async def _ask(connection: socket.socket, request: bytes) -> None:
 
 
 async def _drip(connection: socket.socket) -> None:
-    """Read slowly until the answer is read; then the server has let the reader go."""
+    """Read slowly until the server closes the connection."""
     loop = asyncio.get_running_loop()
     while await loop.sock_recv(connection, _SLOW_READ_BYTES):
         await asyncio.sleep(_SLOW_READ_PAUSE_S)

@@ -1,7 +1,7 @@
-"""The tables of cold starts, from results/gpu_cold.json and assist.json; `benchmarks.make_tables` puts them
-in place.
+"""The tables of cold starts, from results/gpu_cold.json and assist.json; `benchmarks.make_tables` inserts
+them into the docs.
 
-What was asked for stands beside what was measured, whether it was reached or not.
+Targets stand beside the measurements, whether they were reached or not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 from benchmarks.markdown import Result, TableError, table
 
 HOST_MS, DISK_MS = 0.5, 12.0
-"""At most, over the first token of an adapter that is on the device."""
+"""Most milliseconds over the TTFT of an adapter that is on the device."""
 OVER_BUS: Final = 1.25
 OVER_CACHED: Final = 0.02
 ITL_OVER_CACHED: Final = 0.05
@@ -19,19 +19,19 @@ BURST_OVER_CACHED: Final = 1.5
 ROUND_TRIP_US: Final = 60.0
 WORKERS_SPEEDUP: Final = 1.7
 AIM_TOKENS, RANK = 256, 64
-"""The product that CPU workers are told by; the table has others of this rank."""
+"""The product that CPU workers are judged by; the table has others of this rank."""
 METRICS: Final = ("ttft_ms", "tpt_ms", "e2e_ms")
 
 
 def section(result: Result, name: str) -> Any:
-    """What benchmarks.gpu_cold found under this name."""
+    """Return the results of benchmarks.gpu_cold under this name."""
     if name not in result:
         raise TableError(f"the results hold no section {name!r}: run benchmarks.gpu_cold {name}")
     return result[name]["results"]
 
 
 def products(result: Result, dtype: str) -> list[dict[str, Any]]:
-    """What benchmarks.assist found for adapters of `RANK`."""
+    """Return the results of benchmarks.assist for adapters of `RANK`."""
     if dtype not in result:
         raise TableError(f"the results hold no products in {dtype!r}: run benchmarks.assist")
     rows = [row for row in result[dtype]["products"] if row["rank"] == RANK]
@@ -44,7 +44,7 @@ def products(result: Result, dtype: str) -> list[dict[str, Any]]:
 
 
 def idle_times(result: Result) -> Result:
-    """By policy; the one with CPU workers is a section of its own."""
+    """Return the times by policy; the policy with CPU workers has its own section."""
     found: Result = dict(section(result, "idle"))
     if "idle_assist" in result:
         found |= section(result, "idle_assist")
@@ -61,7 +61,7 @@ def idle_table(result: Result) -> str:
 
 
 def over_warm_ms(times: Result, where: str) -> float:
-    """What the first token takes longer than with the adapter on the device."""
+    """Return how many milliseconds longer the TTFT is than with the adapter on the device."""
     return float(times[where]["mean"] - times["ready"]["mean"])
 
 

@@ -1,7 +1,7 @@
-"""One cold start of each policy, traced: a request on an adapter in host memory arrives while others decode.
+"""Traces one cold start of each policy: a request on an adapter in host memory arrives while others decode.
 
-Each policy runs three rounds, every one on a cold adapter of its own: one that compiles and lets the profiler
-start up, one without the profiler, to tell what tracing costs, and the one whose trace is kept.
+Each policy runs three rounds, each on its own cold adapter: one that compiles and lets the profiler start up,
+one without the profiler, to measure the cost of tracing, and the one whose trace is kept.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from loraplex.core.request import EngineOutput
 from loraplex.engine.core import Engine
 
 NUM_ROUNDS: Final = 3
-"""Cold adapters that each policy needs."""
+"""Number of rounds, and of cold adapters that each policy needs."""
 _STEPS_BEFORE: Final = 8
 _STEPS_AFTER: Final = 4
 _OUTPUT_TOKENS: Final = 480
-"""More than there are steps in a round: nobody ends within it."""
+"""More than there are steps in a round, so that no request ends within it."""
 _COLD: Final = "cold"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What is decoding when the request arrives, and how long all prompts are."""
+    """The number of decoding requests when the request arrives, and the length of all prompts."""
 
     num_decoding: int = 8
     prompt_tokens: int
@@ -51,7 +51,8 @@ def record_policies(
     cold: Sequence[AdapterSpec],
     scene: Scene,
 ) -> dict[str, Any]:
-    """`cold`: as many adapters as there are rounds; `resident`: of the requests that decode."""
+    """Record a timeline of each policy. `cold`: one adapter for each round; `resident`: that of the decoding
+    requests."""
     assert len(cold) == NUM_ROUNDS
     found = {}
     for policy in policies:
@@ -73,7 +74,7 @@ def record_policies(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """One arrival. `resident`, `cold`: versions."""
+    """One arrival. `resident` and `cold` are adapter versions."""
 
     engine: Engine
     scene: Scene
@@ -93,7 +94,7 @@ class Round:
             return timeline_of(read_trace(trace), self._adapter(self.cold).num_bytes)
 
     def run(self, profiler: profile | None = None) -> float:
-        """Seconds to the first token, by the host's own clock."""
+        """Return the seconds to the first token, by the host's clock."""
         names = [f"decoding-{number}" for number in range(self.scene.num_decoding)]
         for number, name in enumerate(names):
             self._add(name, self.resident, self.seed + number)

@@ -1,5 +1,5 @@
-"""The tables of the cost model: what was fitted and how well, what it predicts beside what was measured, and
-what was asked for beside both; `benchmarks.make_tables` puts them in place."""
+"""The tables of the cost model: fits and their quality, predictions beside measurements, and targets;
+`benchmarks.make_tables` inserts them into the docs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from loraplex.perf.step_cost import RowCurve, StepFeatures, StepTerms
 _PROMPT_TOKENS: Final = Setting().prompt_tokens
 _ELEMENT_BYTES: Final = 2
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=_PROMPT_TOKENS)
-"""What groups of layers are planned for."""
+"""The step that groups of layers are planned for."""
 
 
 def cost_model(result: Result) -> CostModel:
-    """The one that `benchmarks.gpu_cold profile` fitted."""
+    """Return the model that `benchmarks.gpu_cold profile` fitted."""
     try:
         model = profile_from_json(json.dumps(section(result, "profile")))
     except (KeyError, ValueError) as error:
@@ -42,7 +42,7 @@ def cost_model(result: Result) -> CostModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """As the benchmark makes it, with a prompt on it: what the model says of both."""
+    """An adapter of the benchmark, with a prompt on it, and the model's predictions for both."""
 
     rank: int
     modules: str
@@ -82,7 +82,7 @@ class Adapter:
 
     @property
     def pipelined_ms(self) -> float:
-        """Of a step that begins with the first copy."""
+        """Milliseconds of a step that starts with the first copy."""
         arrivals = self.model.arrivals_s(self._layer_bytes, self.groups)
         return self.step_ms + self.model.stall_s(arrivals, self.step_ms / 1e3) * 1e3
 
@@ -93,7 +93,7 @@ class Adapter:
 
 
 def small_and_large(result: Result) -> tuple[Adapter, Adapter]:
-    """Those of the sections `idle` and `large`."""
+    """Return the adapters of the sections `idle` and `large`."""
     model = cost_model(result)
     return (
         Adapter(rank=RANK, modules=QKV, model=model),
@@ -143,7 +143,7 @@ def fits_table(result: Result) -> str:
 
 
 def _held_out(held_out: HeldOut | None) -> Iterator[tuple[str, ...]]:
-    """Of what was not fitted to."""
+    """Yield rows for samples that were not fitted to."""
     if held_out is not None:
         yield ("held out: decode", "random steps that decode", *_quality(held_out.decode))
         yield ("held out: prefill", "random prompts", *_quality(held_out.prefill))
@@ -201,7 +201,7 @@ def _quality(quality: FitQuality | None) -> tuple[str, str, str, str]:
 
 
 class Prediction(NamedTuple):
-    """In milliseconds."""
+    """A predicted and a measured time, in milliseconds."""
 
     what: str
     predicted: float
@@ -277,7 +277,7 @@ def _on_cpus(result: Result, workers: Result) -> Iterator[Prediction]:
 
 
 def aim_products(workers: Result) -> list[Result]:
-    """Of as many tokens as was asked for, weights that stay in caches first."""
+    """Return the products with the target number of tokens, weights that stay in caches first."""
     rows = [row for row in cold_tables.products(workers, "bfloat16") if row["tokens"] == AIM_TOKENS]
     return sorted(rows, key=lambda row: int(row["layers"]))
 
@@ -287,7 +287,7 @@ def _time(ms: float) -> str:
 
 
 class Aim(NamedTuple):
-    """What was asked for and what was found; `is_reached` by the figures, not by what is printed."""
+    """A target and its measurement; `is_reached` compares the figures, not their printed forms."""
 
     what: str
     asked: str

@@ -1,8 +1,8 @@
-"""What the CPU's decode step is made of, and the memory bandwidth it runs against.
+"""Measure the parts of the CPU's decode step, and the memory bandwidth that bounds it.
 
     python -m benchmarks.cpu_kernels --work-dir build/benchmarks
 
-Writes results/cpu_kernels.json. In-process, on the checkpoint of cpu_serve. Run it on a quiet machine.
+Writes results/cpu_kernels.json. Runs in-process, on the checkpoint of cpu_serve. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def median_ms(work: Callable[[], object], repeats: int = 30) -> float:
 
 
 def read_bandwidth() -> dict[str, float]:
-    """GB/s of summing an array: small ones come from the last cache, large ones from DRAM."""
+    """Return GB/s of summing an array: small ones are read from the last-level cache, large ones from
+    DRAM."""
     found = {}
     for megabytes in BANDWIDTH_MB:
         array = torch.ones(megabytes * 250_000)
@@ -65,7 +66,7 @@ def read_bandwidth() -> dict[str, float]:
 
 
 def launch_us() -> float:
-    """One parallel region with nothing in it."""
+    """Return the microseconds of an empty parallel region."""
 
     def nothing(block: Any) -> None:
         args = carray(block, 2)
@@ -77,7 +78,7 @@ def launch_us() -> float:
 
 
 def linears(config: ModelConfig) -> dict[str, dict[str, float]]:
-    """All linears of the model once, in ms: repacked on every call by torch, and packed once."""
+    """Time all linears of the model once, in ms: repacked on every call by torch, and packed once."""
     shape = config.shape
     sizes = [
         (shape.q_size + 2 * shape.kv_size, shape.hidden_size),
@@ -110,7 +111,7 @@ def _packed(weights: list[Any], sizes: list[tuple[int, int]], inputs: dict[int, 
 
 
 class Stopwatch(NumbaKernels):
-    """The engine's kernels, with the time spent in each."""
+    """The engine's kernels, with the time spent in each recorded."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__(head_dim)
@@ -133,7 +134,7 @@ class Stopwatch(NumbaKernels):
 
 
 def steps(served: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """A decode step of 16 rows and a prefill step of 16 x 64, without adapters and with one each."""
+    """Time a decode step of 16 rows and a prefill step of 16 x 64, without adapters and with one each."""
     kernels = Stopwatch(config.shape.head_dim)
     weights = load_weights(served.base, config, torch.float32)
     decoder = Decoder(config, weights, kernels, config.shape.max_position)
@@ -170,7 +171,7 @@ def steps(served: Checkpoint, config: ModelConfig) -> dict[str, Any]:
         totals: dict[str, list[float]] = {name: [] for name in batches}
         for name in batches:
             parts[name] = defaultdict(float)
-        for _ in range(repeats):  # in turn, so that the machine's moods hit both
+        for _ in range(repeats):  # in turn, so that noise of the machine affects both
             for name, built in batches.items():
                 kernels.spent_s.clear()
                 started = time.perf_counter()

@@ -8,8 +8,8 @@ Suites:  serve          base model and 16 adapters, every engine, repeats interl
          many-adapters  loraplex, 1,000 adapters registered, host memory for 100 of them
          bystanders     loraplex, with and without 64 idle clients and 16 slow readers
 
-Run it on a quiet machine. Engines run one at a time, each from a cold start in every repeat, so that the
-machine's moods hit all of them alike; compare figures only within one measurement. Earlier measurements stay
+Run it on a quiet machine. Engines run one at a time, each from a cold start in every repeat, so that noise of
+the machine affects all of them alike; compare figures only within one measurement. Earlier measurements stay
 in the file, and the tables show the range over all of them.
 """
 
@@ -47,7 +47,7 @@ _WARMUP_SEED = 1_000_003
 def measure_serve(
     chosen: list[Engine], traffic: Traffic, *, repeats: int, logs: Path
 ) -> list[dict[str, Any]]:
-    """Every engine in turn, `repeats` times over; one row per engine and kind of traffic."""
+    """Measure every engine in turn, `repeats` times; return one row per engine and kind of traffic."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     start_s: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats):
@@ -81,7 +81,7 @@ def _one_run(
         models = [run(base_model(server.base_url))]
     else:
         models = [adapter_name(index) for index in range(NUM_ADAPTERS)]
-    # Prompts are new in every repeat and equal for every engine: no prefix cache helps anyone.
+    # Prompts are new in every repeat and the same for every engine: no prefix cache hits.
     warmup = traffic.requests(models, seed=_WARMUP_SEED + seed, num_requests=2 * traffic.concurrency)
     measured = traffic.requests(models, seed=seed)
     reports = [
@@ -102,7 +102,7 @@ def _one_run(
 
 
 def shown_command(engine: Engine) -> str:
-    """The command as published: names of programs and files without this machine's folders."""
+    """Return the command for publication: names of programs and files without this machine's folders."""
     args = engine.command.args
     for many in ("--lora-modules", "--lora"):  # a name and a path for each adapter: too long to show
         if many in args:
@@ -115,7 +115,7 @@ def without_folders(value: str) -> str:
 
 
 def checkpoint(root: Path, *, num_adapters: int, size: Size = SERVED) -> Checkpoint:
-    """The random checkpoint, written once per work directory."""
+    """Return the random checkpoint, written once per work directory."""
     done = root / f"complete-{num_adapters}"
     found = Checkpoint(root=root, num_adapters=num_adapters)
     if not done.exists():
@@ -140,7 +140,7 @@ def make_engine(name: str, args: argparse.Namespace, served: Checkpoint, scratch
 
 def main() -> None:
     args = _arguments()
-    # Without this a SIGTERM would leave the server that is running behind.
+    # Otherwise SIGTERM would leave the running server behind.
     signal.signal(signal.SIGTERM, _raise_exit)
     args.work_dir = args.work_dir.resolve()
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def main() -> None:
         for suite in args.suites:
             print(f"== {suite}", flush=True)
             result[suite] = _run_suite(suite, args, traffic, Path(scratch))
-            # Written after each suite: an hour's run is not lost to the last suite's failure.
+            # Written after each suite: a failure of the last suite must not lose an hour's run.
             document = {"measurements": [*earlier, result]}
             write_whole(args.out, json.dumps(document, indent=1) + "\n")
     print(f"wrote {args.out}")
@@ -169,7 +169,7 @@ def main() -> None:
 
 
 def measurements_in(path: Path) -> list[dict[str, Any]]:
-    """Return what the file holds already; nothing of it is ever replaced."""
+    """Return the measurements in the file, which are never replaced."""
     if not path.is_file():
         return []
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -241,7 +241,7 @@ def _say(what: str, report: dict[str, Any]) -> None:
 
 
 def _count_failed(value: Any) -> int:
-    """Failed requests anywhere in the result (`num_failed` beside `runs` is already their sum)."""
+    """Return the failed requests anywhere in the result (`num_failed` beside `runs` is already their sum)."""
     if isinstance(value, dict):
         own = value.get("num_failed", 0)
         return int(own) if own else sum(_count_failed(item) for item in value.values())

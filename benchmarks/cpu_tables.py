@@ -1,6 +1,6 @@
 """The tables of servers on a CPU, from results/cpu_serve.json and cpu_kernels.json.
 
-cpu_serve.json holds every measurement that was made, none of them replaced by a later one. Machines like the
+cpu_serve.json holds every measurement ever made; later ones do not replace earlier ones. Machines like the
 one it was measured on are noisy, so tables give the range over all runs of all measurements.
 """
 
@@ -40,7 +40,7 @@ def startup_table(result: Result) -> str:
 
 
 def runs_table(result: Result) -> str:
-    """Every single run, a measurement's runs together."""
+    """Return a table of every single run, grouped by measurement."""
 
     def runs(rows: Sequence[Result], cell: Callable[[Result], str]) -> str:
         return "; ".join(", ".join(cell(run) for run in row["runs"]) for row in rows)
@@ -110,7 +110,7 @@ def machine_note(result: Result) -> str:
 
 
 def steps_table(result: Result) -> str:
-    """Where a step's time goes, without adapters and with 16 of them."""
+    """Return a table of a step's parts, without adapters and with 16 of them."""
     steps = result["steps"]
     lines = []
     for kind, title in (("prefill", "prefill, 16 x 64 tokens"), ("decode", "decode, 16 rows")):
@@ -124,7 +124,7 @@ def steps_table(result: Result) -> str:
 
 
 def limits_table(result: Result) -> str:
-    """The bytes a decode step must read, over the bandwidth they can be read at."""
+    """Return a table of the bytes a decode step must read, and the bandwidth they can be read at."""
     dram = result["read_gb_per_s"]["1000 MB"]
     weights, adapters = result["weights_mb"], result["steps"]["adapter_mb"]
     measured = result["steps"]["decode"]
@@ -154,7 +154,7 @@ def _measurements(result: Result) -> list[Result]:
 
 
 def _suites(result: Result, name: str) -> list[Any]:
-    """Return a suite of every measurement that has it."""
+    """Return a suite from every measurement that has it."""
     found = [each[name] for each in _measurements(result) if name in each]
     if not found:
         raise TableError(f"the results hold no suite {name!r}: run benchmarks.cpu_serve with it")
@@ -162,7 +162,7 @@ def _suites(result: Result, name: str) -> list[Any]:
 
 
 def _rows(result: Result) -> dict[tuple[str, str], list[Result]]:
-    """Return the rows of each engine and kind of traffic, one of each measurement."""
+    """Return the rows of each engine and kind of traffic, one per measurement."""
     rows: dict[tuple[str, str], list[Result]] = {}
     for suite in _suites(result, "serve"):
         for row in suite:
@@ -188,7 +188,8 @@ def _range_ms(runs: Iterable[Result], name: str) -> str:
 
 
 def _cost(base: Sequence[Result], adapters: Sequence[Result]) -> str:
-    """Throughput without adapters over that with them; both halves of a ratio are of the same repeat."""
+    """Return throughput without adapters over that with them; both sides of a ratio are of the same
+    repeat."""
     if not base or not adapters:
         return "-"
     ratios = [

@@ -1,4 +1,4 @@
-"""A way to a server that can be cut: a port on loopback that passes on all that comes, until it is cut."""
+"""A TCP proxy on loopback that forwards connections to a server until they are cut."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 _CHUNK_BYTES: Final = 1 << 16
 _RESET: Final = struct.pack("ii", 1, 0)
-"""Closing the socket resets the connection."""
+"""SO_LINGER value with which closing the socket resets the connection."""
 
 
 class Cuttable:
-    """Passes connections on to the server at `url`; `start` returns the address to use instead."""
+    """Forwards connections to the server at `url`; `start` returns the address to use instead."""
 
     def __init__(self, url: str) -> None:
         self._target = urlsplit(url)
@@ -27,7 +27,7 @@ class Cuttable:
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Cut all connections, without a goodbye. New ones may come at once."""
+        """Reset all connections. New ones are accepted at once."""
         for writer in self._writers:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()

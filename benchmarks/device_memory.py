@@ -1,4 +1,4 @@
-"""Gives the memory of a device back, for scripts that build one engine after the other."""
+"""Frees a device's memory, for scripts that build one engine after the other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def release() -> None:
-    """Free what was dropped: the next engine takes what the device has left.
+    """Free unreferenced memory: the next engine takes what the device has left.
 
-    The caller must hold no reference to the engine that was closed, nor to any part of it. Parts refer to
-    each other, so memory waits for the garbage collector; and torch keeps what is freed until it is told not
-    to.
+    The caller must hold no reference to the closed engine or any part of it. Parts refer to each other, so
+    their memory is freed by the garbage collector only; and torch keeps freed memory until its cache is
+    emptied.
     """
     gc.collect()
     if torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""Draw what each policy of a fleet sustains, and its time per token on sixty servers.
+"""Draw the capacity of each fleet policy, and its time per token on sixty servers.
 
     python -m benchmarks.draw_fleet
 
-From results/fleet.json to docs/images/fleet-policies.svg.
+Reads results/fleet.json, writes docs/images/fleet-policies.svg.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COLORS: Final = {
 
 
 def draw(result: dict[str, Any], picture: Path) -> None:
-    """Draw two panels: capacity over that of `auto` by workload, and mean time per token of sixty servers."""
-    matplotlib.rcParams["svg.hashsalt"] = "fleet"  # the same result makes the same file
+    """Draw two panels: capacity relative to `auto` by workload, and mean time per token of sixty servers."""
+    matplotlib.rcParams["svg.hashsalt"] = "fleet"  # equal results make equal files
     drawing = Figure(figsize=(12, 5.0), layout="constrained")
     sustained, token = drawing.subplots(1, 2, width_ratios=(1.5, 1))
     _draw_capacities(sustained, capacities(runs_of(result, "auto")))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.draw_http
 
-From results/http_compare.json to docs/images/http-compare.svg.
+Reads results/http_compare.json, writes docs/images/http-compare.svg.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS: Final = Path(__file__).parent / "results"
 _LOG_FROM: Final = 10.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 _MARGIN: Final = 1.12
-"""The top of a panel over its largest value: marks are not cut."""
+"""The top of a panel relative to its largest value, so that marks are not cut."""
 COLORS: Final = {"loraplex": "#3b6fb6", "vllm-lora": "#c0504d", "vllm": "#7f7f7f"}
 
 
@@ -39,7 +39,7 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     _draw(ttft, result, STEADY, "ttft_ms_p95")
     rate = loads[STEADY]["requests_per_s"]
     ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)
-    # Text stays text, and ids are the same in every drawing: equal figures give an equal file.
+    # Text stays text, and ids are the same in every drawing: equal figures make equal files.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loraplex"}):
         drawing.savefig(picture, metadata={"Date": None})
 
@@ -57,7 +57,7 @@ def _draw(axis: Axes, result: dict[str, Any], load: str, name: str) -> None:
         if not points:
             continue
         color = COLORS[server]
-        if server == "vllm":  # it serves the base model alone: one value, drawn across for comparison
+        if server == "vllm":  # it serves the base model only: one value, drawn across for comparison
             axis.axhline(points[0][1], color=color, linestyle="--", linewidth=1.2)
             axis.plot(*points[0], "s", color=color, label=LABELS[server])
         else:
@@ -69,7 +69,8 @@ def _draw(axis: Axes, result: dict[str, Any], load: str, name: str) -> None:
 
 
 def _scale(axis: Axes, values: Sequence[float]) -> None:
-    """Start at 0, so that heights compare as values do; values that are far apart get a log scale."""
+    """Start at 0, so that heights are proportional to values; use a log scale for values that are far
+    apart."""
     if max(values) > _LOG_FROM * min(values):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(LogFormatter())

@@ -1,8 +1,8 @@
-"""Draw the committed traces of cold starts, policy under policy on one time axis.
+"""Draw the committed traces of cold starts, one policy below the other on one time axis.
 
     python -m benchmarks.draw_timelines
 
-From the section `timeline` of results/gpu_cold.json to docs/images/cold-start-timelines.png.
+Reads the section `timeline` of results/gpu_cold.json, writes docs/images/cold-start-timelines.png.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ RESULTS: Final = Path(__file__).parent / "results" / "gpu_cold.json"
 PICTURE: Final = Path("docs/images/cold-start-timelines.png")
 _DPI: Final = 110
 _SHOWN_GAPS: Final = 2.5
-"""Usual gaps between tokens that are shown before the arrival."""
+"""Number of usual gaps between tokens to show before the arrival."""
 
 
 class TimelineError(Exception):
-    """Results that nothing can be drawn from."""
+    """The results cannot be drawn."""
 
 
 class Style(NamedTuple):
-    """Of a lane: its row, from the top, and how its bars look. Rows and hatches tell them apart without
+    """A lane's row, from the top, and the look of its bars. Rows and hatches tell lanes apart without
     colours."""
 
     row: int
@@ -91,7 +91,7 @@ class Timeline:
 
 
 def read_section(path: Path) -> dict[str, Any]:
-    """The section `timeline` of a results file, with where and when it was measured."""
+    """Return the section `timeline` of a results file, with its environment."""
     again = "measure it on a GPU: python -m benchmarks.gpu_cold timeline"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def read_section(path: Path) -> dict[str, Any]:
 
 
 def timelines_of(section: Mapping[str, Any]) -> dict[str, Timeline]:
-    """By policy, in the order in which the docs name them."""
+    """Return the timelines by policy, in the order of the docs."""
     policies = section["results"]["policies"]
     found = {}
     for name in sorted(policies, key=lambda name: list(ColdStart).index(_policy(name))):
@@ -123,7 +123,7 @@ def timelines_of(section: Mapping[str, Any]) -> dict[str, Timeline]:
 
 
 def draw(section: Mapping[str, Any]) -> Figure:
-    """A panel for each policy."""
+    """Draw a panel for each policy."""
     timelines, title = timelines_of(section), _title(section)
     figure = Figure(figsize=(11, 0.8 + 1.65 * len(timelines)), layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0])
@@ -151,7 +151,7 @@ def _draw_panel(panel: Axes, name: str, timeline: Timeline) -> None:
             facecolor=style.colour,
             edgecolor="0.25",
             hatch=style.hatch,
-            linewidth=0,  # an edge would make a wait of a microsecond look like one
+            linewidth=0,  # an edge would make a wait of a microsecond look long
         )
     tokens_row = [len(ROWS) - 1] * len(timeline.token_times_ms)
     panel.plot(timeline.token_times_ms, tokens_row, "|", color="0.1", markersize=9, markeredgewidth=1.2)

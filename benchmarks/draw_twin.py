@@ -2,7 +2,7 @@
 
     python -m benchmarks.draw_twin
 
-From results/twin_engine_cuda.json and twin_engine_cpu.json to docs/images/twin-engine.png.
+Reads results/twin_engine_cuda.json and twin_engine_cpu.json, writes docs/images/twin-engine.png.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DPI: Final = 110
 
 
 def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
-    """`results`: by the machine's name."""
+    """Draw the results, which are given by the machine's name."""
     figure = Figure(figsize=(10.5, 3.1 * len(results)), layout="constrained")
     axes = figure.subplots(len(results), len(MEASURES), squeeze=False)
     for row, (machine, result) in zip(axes, results.items(), strict=True):

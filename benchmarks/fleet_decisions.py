@@ -1,4 +1,4 @@
-"""How long the fleet's decisions take: one routing decision, a placement of all adapters, a migration."""
+"""Measures the fleet's decisions: one routing decision, a placement of all adapters, a migration."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RANK_BYTES: Final = 1 << 20
 NUM_ADAPTERS: Final = 40_000
 ROUNDS: Final = 25
 RUNNING: Final = 8
-"""Requests on each replica while decisions are made."""
+"""Requests on each replica while decisions are timed."""
 LIMITS: Final = ReplicaLimits(max_running=256, kv_tokens=200_000)
 MIGRATED: Final = (8, 500)
-"""Replicas and requests of a migration."""
+"""Numbers of replicas and requests of a migration."""
 
 
 class _Moves:
@@ -50,8 +50,8 @@ class _Moves:
 
 def measure_decisions(*, tiny: bool = False) -> dict[str, Any]:
     """Return microseconds of a decision by router and fleet size, seconds of placements, and milliseconds of
-    a migration: medians, and the worst. Of a decision it is the best of several medians: others use the
-    machine as well, for longer than a thousand decisions take."""
+    a migration: medians, and the worst. For a decision it is the best of several medians, because other
+    programs disturb the machine for longer than a thousand decisions take."""
     sizes = (4, 8) if tiny else (60, 1000)
     num_adapters = 200 if tiny else NUM_ADAPTERS
     return {
@@ -65,7 +65,7 @@ def measure_decisions(*, tiny: bool = False) -> dict[str, Any]:
 
 
 def _routing_us(num_replicas: int, num_adapters: int, count: int) -> dict[str, dict[str, float]]:
-    """All routers in turn in each round: one that is slow because of the machine is slow for all of them."""
+    """Time all routers in turn in each round, so that a slow phase of the machine affects all of them."""
     calls = {name: _routing_calls(name, num_replicas, num_adapters, count) for name in ROUTERS}
     rounds = [{name: _timed(each, 1e6) for name, each in calls.items()} for _ in range(ROUNDS)]
     return {name: min((each[name] for each in rounds), key=lambda found: found["median"]) for name in calls}
@@ -112,7 +112,7 @@ def _placements_s(num_adapters: int, num_replicas: int, repeats: int) -> dict[st
 
 
 def _migration_ms(num_replicas: int, num_requests: int, repeats: int) -> dict[str, float]:
-    """Requests are all on the first half of the replicas, and may go to the second."""
+    """Time migrations. All requests are on the first half of the replicas, and may move to the second."""
     rng = np.random.default_rng(2)
     calls: list[Callable[[], object]] = []
     for _ in range(repeats):
@@ -125,7 +125,7 @@ def _migration_ms(num_replicas: int, num_requests: int, repeats: int) -> dict[st
         uneven = UnevenReplicas(overloaded=tuple(range(half)), underloaded=tuple(range(half, num_replicas)))
         seen = FleetMigrationView(view, lambda request_id: 10)
         calls.append(partial(_migrate, uneven, seen))
-    calls[0]()  # the solver is imported by the first
+    calls[0]()  # the first call imports the solver
     return _timed(calls, 1e3)
 
 
@@ -151,7 +151,7 @@ def _costs() -> StepSetCosts:
 def _view(
     num_replicas: int, num_adapters: int, rng: np.random.Generator, running: int = RUNNING
 ) -> FleetView:
-    """A fleet in the middle of its work."""
+    """Return a fleet under load."""
     view = FleetView(
         load=FleetLoad([LIMITS] * num_replicas),
         tiers=AdapterTiers(),

@@ -1,9 +1,9 @@
-"""What the front of a fleet adds: to the time to the first token, and to the gaps between tokens.
+"""Measure what the front of a fleet adds to the time to the first token and to the gaps between tokens.
 
     python -m benchmarks.fleet_front              # two minutes on a quiet machine
 
-Replicas emit tokens at a set pace, and each token says when it was emitted (`paced_core`). A client in a
-process of its own sends requests at a fixed rate and notes when every token comes. What it sees beyond the
+Replicas emit tokens at a set pace, and each token carries the time it was emitted (`paced_core`). A client in
+its own process sends requests at a fixed rate and records when every token arrives. What it sees beyond the
 pace was added by the front, the client and the machine they share. A single server and a fleet are measured
 in turn, in one run.
 """
@@ -35,17 +35,17 @@ from loraplex.core.whole_file import write_whole
 FILE: Final = "fleet_front.json"
 RESULTS: Final = Path(__file__).parent / "results" / FILE
 NUM_TOKENS: Final = 40
-"""At this pace, a stream lasts two seconds: 100 requests/s are 200 open streams."""
+"""Tokens of a stream. At this pace it lasts two seconds: 100 requests/s are 200 open streams."""
 SEED: Final = 0
 _TOKEN: Final = re.compile(rb'"text":"([^"]*)"')
 _END: Final = b"data: [DONE]"
 _SPACE: Final = "Ġ"
-"""How byte-level tokenizers write a space."""
+"""Byte-level tokenizers' form of a space."""
 
 
 @dataclass(kw_only=True)
 class Seen:
-    """Seconds beyond the pace: of first tokens, of tokens from their emission, of gaps between two."""
+    """Seconds beyond the pace: of first tokens, of tokens since their emission, of gaps between tokens."""
 
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -68,8 +68,8 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that sends one request after the other and reads the stream of each. Plain: whatever a
-    client computes it takes from the server, which has the same cores."""
+    """A connection that sends one request after the other and reads the stream of each. Minimal, as the
+    client's CPU time is taken from the server, which has the same cores."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_result(None)
 
     async def answer(self, request: bytes, seen: Seen) -> None:
-        """Send a request, and wait for the end of its answer."""
+        """Send a request, wait for the end of its answer, and record its times."""
         assert self.transport is not None
         self.ended = asyncio.get_running_loop().create_future()
         self._unread, self.ages = b"", []
@@ -115,8 +115,8 @@ class Connection(asyncio.Protocol):
 
 
 async def load(url: str, *, rate: float, duration_s: float) -> Seen:
-    """Send requests at random intervals (Poisson), whatever becomes of those before them: at equal ones, all
-    streams would have their tokens at the same moments. Connections are used again."""
+    """Send requests at random intervals (Poisson), however many are still in flight: at equal intervals all
+    streams would have their tokens at the same moments. Connections are reused."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
@@ -151,7 +151,7 @@ async def load(url: str, *, rate: float, duration_s: float) -> Seen:
 
 
 def serve_paced(model: Path, state_dir: Path, port: int, num_replicas: int) -> None:
-    """Serve by paced cores, as `loraplex fleet serve` does by engines."""
+    """Serve with paced cores in place of engines, like `loraplex fleet serve`."""
     from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
     from loraplex.engine.options import EngineOptions
     from loraplex.server.run import ServeOptions, serve
@@ -169,8 +169,8 @@ def serve_paced(model: Path, state_dir: Path, port: int, num_replicas: int) -> N
 
 
 def write_model(folder: Path) -> None:
-    """Write a tokenizer whose words are the ids, with the byte-level decoder of Llama 3 and Qwen, and a
-    configuration; there are no weights."""
+    """Write a tokenizer whose words are the token ids, with the byte-level decoder of Llama 3 and Qwen, and a
+    configuration; no weights."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 

@@ -1,14 +1,14 @@
-"""Do streams survive the replicas that serve them? Replicas are killed or stopped under streams.
+"""Check that streams survive the replicas that serve them, by killing and stopping replicas.
 
     python -m benchmarks.fleet_kills --kills 200      # about 35 minutes on two cores
 
 `loraplex fleet serve` runs three replicas of a small random model. Clients stream answers, greedy and seeded,
 with and without adapters, penalties and log-probabilities, one after the other. New replicas join and leave;
-then, again and again, a replica that serves streams is killed (SIGKILL) or stopped (SIGSTOP): first one at a
-time, when all are back, then one after the other, as soon as one besides it is ready. Then the same in front
-of three servers, whose connections are cut. Every answer is held against the one that was given before
-anything was killed, token by token. Pauses are gaps between tokens of the streams that lost their replica: of
-all streams as many as it served, those with the longest gaps.
+then, repeatedly, a replica that serves streams is killed (SIGKILL) or stopped (SIGSTOP): first one at a
+time, when all are back, then as soon as another one is ready. Then the same with a front of three servers,
+whose connections are cut. Every answer is compared, token by token, with the one given before anything was
+killed. Pauses are gaps between tokens of the streams that lost their replica: among all streams, as many as
+it served, those with the longest gaps.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ CUT: Final = "connections cut"
 _LOOK_S: Final = 0.1
 _READY_TIMEOUT_S: Final = 180.0
 _BETWEEN_S: Final = 2.0
-"""Between two kills: streams that lost a replica may lose the next one too, but not always."""
+"""Seconds between two kills: streams that lost a replica may lose the next one too, but not always."""
 ALONE, OVERLAPPING = NUM_REPLICAS, 2
-"""Replicas that are ready before one is killed."""
+"""Number of replicas that must be ready before one is killed."""
 _ON_THE_WAY_S: Final = 1.0
 _KINDS: Final[dict[str, dict[str, Any]]] = {
     "greedy": {"temperature": 0},
@@ -70,7 +70,7 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request, by the name of its kind."""
+    """A request and the name of its kind."""
 
     kind: str
     body: dict[str, Any]
@@ -78,7 +78,7 @@ class Asked:
 
 @dataclass(kw_only=True)
 class Answer:
-    """What came of a request. `error`: the type of the error that ended it; None if it ended by itself."""
+    """The answer to a request. `error`: the type of the error that ended it; None if it finished."""
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -86,14 +86,14 @@ class Answer:
 
     def gap_s(self, at_s: float) -> float | None:
         """Return the longest gap between two tokens that ends after `at_s` and begins before or soon after,
-        as tokens may still be on their way; None if there is none."""
+        as tokens may still be in flight; None if there is none."""
         gaps = pairwise(self.times_s)
         return max((end - begin for begin, end in gaps if begin - _ON_THE_WAY_S < at_s < end), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """`way`: how a replica was taken from its streams. `gaps_s`: of all streams that were open."""
+    """A kill. `way`: how the replica was killed. `gaps_s`: gaps of all streams that were open."""
 
     way: str
     at_s: float
@@ -175,7 +175,7 @@ async def stream_for_ever(
     outcome: Outcome,
     ended: asyncio.Event,
 ) -> None:
-    """Stream one answer after the other until `ended`, and judge each."""
+    """Stream one answer after the other until `ended`, and check each."""
     while not ended.is_set():
         asked = next(turns)
         began_s = time.monotonic()
@@ -208,10 +208,10 @@ def _difference(got: Sequence[int], expected: Sequence[int]) -> dict[str, int]:
 
 
 class Victims:
-    """The replicas of a fleet, and how each is taken from its streams."""
+    """The replicas of a fleet, as candidates for a kill."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, least_ready: int) -> None:
-        """`least_ready`: replicas that are ready before one is taken."""
+        """`least_ready`: number of replicas that must be ready before one is killed."""
         self._session = session
         self._url = url
         self._least_ready = least_ready
@@ -222,7 +222,7 @@ class Victims:
             return found
 
     async def serving(self) -> list[dict[str, Any]]:
-        """Return the replicas that serve streams, as soon as enough are ready and one of them does."""
+        """Return the replicas that serve streams, once enough are ready and one of them serves."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while True:
                 ready = [each for each in await self.replicas() if each["state"] == "ready"]
@@ -232,7 +232,7 @@ class Victims:
                 await asyncio.sleep(_LOOK_S)
 
     async def join(self) -> float:
-        """Have one replica more, and none more again; return the seconds until the new one served."""
+        """Add one replica and remove it again; return the seconds until the new one was ready."""
         began_s = time.monotonic()
         await self._scale(NUM_REPLICAS + 1)
         joined_s = time.monotonic() - began_s
@@ -245,7 +245,7 @@ class Victims:
             assert response.status == 200, await response.text()
 
     async def replaced(self, victim: Mapping[str, Any]) -> None:
-        """Wait until another process serves in the place of a replica."""
+        """Wait until another process serves in the replica's place."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while True:
                 now = (await self.replicas())[victim["replica"]]
@@ -255,14 +255,14 @@ class Victims:
 
 
 class Turns:
-    """Lets no replica die so often that it is taken for broken and given up (`RestartPolicy`)."""
+    """Limits how often a replica dies, so that it is not given up as broken (`RestartPolicy`)."""
 
     def __init__(self) -> None:
         self._policy = RestartPolicy()
         self._deaths_s: dict[int, list[float]] = {}
 
     def may_die(self, replica: int) -> bool:
-        # One that is stopped dies seconds later.
+        # A stopped replica is declared dead seconds later.
         since_s = time.monotonic() - self._policy.window_s - ClientOptions().lost_s
         recent = [each for each in self._deaths_s.get(replica, []) if each > since_s]
         return len(recent) < self._policy.max_crashes - 1
@@ -272,13 +272,13 @@ class Turns:
 
 
 async def kill(victims: Victims, num_kills: int, outcome: Outcome, cuts: Sequence[Cuttable]) -> None:
-    """Take replicas from their streams, one after the other, each by the next way there is: by cutting its
-    connections if there are `cuts`, else by signals."""
+    """Kill replicas one after the other, by cutting their connections if there are `cuts`, else by each
+    signal in turn."""
     rng, turns = random.Random(0), Turns()
     async with asyncio.TaskGroup() as replacing:
         for number in range(num_kills):
             await victims.serving()
-            await asyncio.sleep(rng.random())  # anywhere in their answers
+            await asyncio.sleep(rng.random())  # a random point of their answers
             while not (able := [each for each in await victims.serving() if turns.may_die(each["replica"])]):
                 await asyncio.sleep(_LOOK_S)
             victim = rng.choice(able)
@@ -312,8 +312,8 @@ async def disturb(
     num_joins: int = 0,
     cuts: Sequence[Cuttable] = (),
 ) -> Outcome:
-    """`expected`: undisturbed answers by request; those that are not there are asked for first. `num_joins`:
-    how often a new replica joins before any is killed."""
+    """Run streams while replicas are killed; return the outcome. `expected`: undisturbed answers by request;
+    missing ones are requested first. `num_joins`: how often a new replica joins before any is killed."""
     outcome, ended = Outcome(), asyncio.Event()
     asked = requests()
     timeout = aiohttp.ClientTimeout(total=None)
@@ -347,7 +347,7 @@ def _turns(asked: Sequence[Asked]) -> Iterator[Asked]:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the fleets of a run have in common."""
+    """Settings that all fleets of a run share."""
 
     served: Checkpoint
     scratch: Path
@@ -390,7 +390,7 @@ async def cut_connections(setting: Setting, num_kills: int, expected: dict[str, 
         front = running(
             setting.command("front", "fleet", "serve", *backends), log_path=setting.logs / "fleet-cuts.log"
         )
-        # In a thread: the front speaks to the servers through this process while it starts.
+        # In a thread: the front connects to the servers through this process while it starts.
         server = await asyncio.to_thread(enter, front)
         return await disturb(server.base_url, num_kills, expected, least_ready=OVERLAPPING, cuts=cuts)
 

@@ -1,14 +1,14 @@
-"""The same policy in the twin and live: adapter loads, replicas' shares of requests, times to first tokens.
+"""Compare the same policy in the twin and live: adapter loads, replicas' shares of requests, TTFT.
 
     python -m benchmarks.fleet_live               # about half an hour on a quiet machine
 
 One engine is profiled with one thread. Then a fleet of three such replicas serves a workload in real time,
 and the twin simulates the same workload on the profile, under the same policy. Each replica has memory for a
-third of the adapters. All together leave the two cores of a small machine time: an engine that waits for a
-core is nothing that a profile knows of. A shared machine is faster in one minute than in the next: the twin's
-steps are scaled by one factor, such that the mean gap between tokens is the fleet's. The first part of a
-workload fills the replicas' memory and does not count. `--tiny` tries the script itself in a minute, with
-costs that are guessed, and writes nothing unless --out says where.
+third of the adapters. The load leaves the two cores of a small machine idle part of the time, as a profile
+does not model engines that wait for a core. A shared machine's speed varies from minute to minute: the twin's
+steps are scaled by one factor, such that the mean gap between tokens equals the fleet's. The first part of a
+workload fills the replicas' memory and does not count. `--tiny` tests the script itself in a minute, with
+guessed costs, and writes nothing without --out.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ POLICIES: Final = ("auto", "affinity+everywhere", "round-robin+everywhere")
 NUM_REPLICAS: Final = 3
 NUM_ADAPTERS: Final = 24
 HOST_MIB: Final = 28
-"""Memory of each replica for adapters, which take about 82 MiB in all."""
+"""Memory of each replica for adapters, which take about 82 MiB in total."""
 KV_MIB: Final = 256
 _ROUNDS: Final = 3
-"""Of simulations until the gaps are alike."""
+"""Number of simulations to make the gaps equal."""
 _LOADS: Final = re.compile(r'^loraplex:replica_adapter_loads_total\{replica="(\d+)"\} (\d+)', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Requests at random times (Poisson), for adapters by Zipf's law. What comes before `counted_from_s` is
-    served, and not counted."""
+    """Requests at random times (Poisson), for adapters by Zipf's law. Those before `counted_from_s` are
+    served, but not counted."""
 
     requests_per_s: float = 1.8
     counted_from_s: float = 60.0
@@ -99,8 +99,8 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is compared, and the gap between tokens, which the twin's steps are scaled by. `shares`: of the
-    requests, by replica."""
+    """The figures that are compared, and the gap between tokens, by which the twin's steps are scaled.
+    `shares`: share of the requests by replica."""
 
     adapter_loads: int
     shares: Sequence[float]
@@ -117,8 +117,8 @@ class Figures:
 
 
 def differences(live: Figures, twin: Figures) -> dict[str, float]:
-    """Return how far the twin is from the fleet: of loads and times relative to the fleet's, of shares the
-    largest difference."""
+    """Return the twin's differences from the fleet: relative ones of loads and times, and the largest
+    absolute one of shares."""
     return {
         "adapter_loads": round(twin.adapter_loads / live.adapter_loads - 1, 4),
         "share": round(max(abs(a - b) for a, b in zip(live.shares, twin.shares, strict=True)), 4),
@@ -128,7 +128,7 @@ def differences(live: Figures, twin: Figures) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """`env`: with a home folder of its own, where the profile is kept that engines find there."""
+    """Settings of a run. `env` sets a separate home folder, where engines find the profile."""
 
     served: Checkpoint
     scratch: Path
@@ -141,17 +141,17 @@ class Setting:
 
     @property
     def profiles(self) -> Path:
-        """Where engines find theirs."""
+        """The folder where engines look for profiles."""
         return self.scratch / "home" / ".cache" / "loraplex" / "profiles"
 
     def given(self, path: Path) -> CostModel:
-        """Use a profile that was measured before."""
+        """Use a profile that was measured earlier."""
         self.profiles.mkdir(parents=True)
         shutil.copy(path, self.profiles)
         return read_profile(path)
 
     def measured(self, repeats: int) -> CostModel:
-        """Measure what an engine with one thread costs."""
+        """Measure the costs of an engine with one thread."""
         command = (self.program, "profile", "--model", str(self.served.base), "--device", "cpu")
         options = ("--dtype", "float32", "--threads", "1", "--repeats", str(repeats))
         subprocess.run([*command, *options], env={**os.environ, **self.env}, check=True, stdout=2)
@@ -174,7 +174,7 @@ class Setting:
 
 
 def guessed(setting: Setting) -> CostModel:
-    """Return what an engine takes things to cost that was never profiled."""
+    """Return the cost model of an engine without a profile."""
     import torch
 
     from loraplex.engine.profile_subject import known_costs
@@ -236,7 +236,7 @@ def _get(server: RunningServer, path: str) -> str:
 
 
 def _loads(server: RunningServer) -> int:
-    """Return how often adapters were loaded into the memory of any replica."""
+    """Return the number of adapter loads into the memory of any replica."""
     return sum(int(count) for _, count in _LOADS.findall(_get(server, "/metrics")))
 
 
@@ -247,7 +247,7 @@ def _sent(server: RunningServer) -> list[int]:
 def simulate(
     profile: CostModel, traffic: Traffic, policy: Policy, workload: Sequence[WorkloadRequest]
 ) -> Figures:
-    """Simulate the same on the same number of twins."""
+    """Simulate the workload on a fleet of the same size."""
     assert profile.memory is not None, "it was measured"
     options = FleetOptions(
         num_replicas=NUM_REPLICAS,
@@ -279,8 +279,8 @@ def simulate(
 def at_the_speed_of(
     live: Figures, profile: CostModel, traffic: Traffic, policy: Policy, workload: Sequence[WorkloadRequest]
 ) -> tuple[float, Figures]:
-    """Simulate with steps of such a length that the mean gap between tokens is the fleet's. Return the factor
-    as well."""
+    """Simulate with steps scaled so that the mean gap between tokens equals the fleet's. Return the factor
+    and the figures."""
     factor, twin = 1.0, simulate(profile, traffic, policy, workload)
     for _ in range(_ROUNDS):
         factor *= live.gap_mean_s / twin.gap_mean_s

@@ -1,4 +1,4 @@
-"""The runs of each section of `benchmarks.fleet`: policies, fleets, workloads and what is to be attained."""
+"""The runs of each section of `benchmarks.fleet`: policies, fleets, workloads and goals."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ KERNELS: Final = {"padded": PADDED, "rank-proportional": OWN_RANKS}
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The goal that a fleet has to attain. `tpt` and `tpot`: multiples of what the base model takes
-    alone. `share`: the share of requests that must be within all limits; None if their mean time per token
-    must be."""
+    """The goal of a fleet. `tpt` and `tpot`: multiples of the base model's times alone. `share`: the share of
+    requests that must be within all limits; None if the mean time per token must be."""
 
     tpt: float | None = None
     tpot: float | None = None
@@ -44,13 +43,13 @@ class Goal:
 
 
 WARM: Final = True
-"""Fleets have served before, unless a run says that they have not: in two minutes of a workload, one period
+"""True if fleets have served before, unless a run says otherwise: in a workload of two minutes, one period
 without a plan would count for more than in a fleet that serves for days."""
 SIXTY_GOALS: Final = {"": Goal(tpt=1.5, share=0.9), AFTER_FIRST: Goal(tpot=1.5, share=0.9)}
 LORASERVE_GOAL: Final = Goal(ttft_s=10.0, share=0.95)
 DLORA_GOAL: Final = Goal(tpt=10.0, share=None)
 PACE: Final = Goal(tpot=1.5, ttft_s=1.0)
-"""Unlike a time per token from arrival on, it can be held for an answer of two tokens."""
+"""Unlike a limit on the time per token since arrival, it can be met for an answer of two tokens."""
 
 SIXTY: Final = (
     "random",
@@ -72,7 +71,7 @@ LORASERVE: Final = (
 )
 """S-LoRA's two baselines, Toppings, LoRAServe, ours."""
 LORASERVE_STORAGE: Final = ("rank-aware+everywhere", "routing-table+loraserve", "auto")
-"""The policies whose storage is looked at, at the rate that the first baseline sustains."""
+"""The policies whose storage is compared, at the rate that the first baseline sustains."""
 TRACES: Final = tuple(
     f"loraserve-{arrivals}-{popularity}"
     for arrivals in ("regular", "poisson")
@@ -96,9 +95,9 @@ OTHERS: Final = (
     "rendezvous",
     "oracle",
 )
-"""The policies that `auto` is held against: each paper's best, today's peers, and what knows the future."""
+"""The policies that `auto` is compared with: each paper's best, today's peers, and an oracle."""
 AUTO: Final = (
-    # workload, replicas, requests/s on each to begin at, seconds of arrivals
+    # workload, replicas, requests/s per replica to start at, seconds of arrivals, goal
     ("toppings-8-servers", 8, 14.0, 60.0, PACE),
     ("loraserve-rank-skew", 4, 16.0, 120.0, Goal(ttft_s=10.0)),
     ("loraserve-poisson-shifting", 4, 12.0, 120.0, Goal(ttft_s=10.0)),
@@ -106,13 +105,14 @@ AUTO: Final = (
     ("maf", 8, 14.0, 60.0, PACE),
     ("servegen", 8, 4.0, 120.0, Goal(tpot=3.0, ttft_s=1.0)),
 )
-"""In ServeGen a long prompt beside a short answer takes it beyond half as long again under any policy."""
+"""The workloads of the section `auto`. ServeGen has another goal: a long prompt with a short answer exceeds a
+factor of 1.5 under any policy there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """A workload of a paper on a fleet. `rate`: requests/s. `num_adapters`: None as the paper has it.
-    `warm`: it has served before, so that its first plan knows who is popular."""
+    """A paper's workload on a fleet. `rate`: requests/s. `num_adapters`: None for the paper's number.
+    `warm`: it has served before, so that its first plan knows the adapters' popularity."""
 
     paper: str
     profile: str
@@ -129,8 +129,8 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy on a fleet, which has a name. `step`: None to run it at the fleet's rate; otherwise the
-    highest rate is looked for at which it reaches its goal, from the fleet's rate on by this factor."""
+    """One policy on a named fleet. `step`: None to run it at the fleet's rate; otherwise search for the
+    highest rate at which it reaches its goal, from the fleet's rate on by this factor."""
 
     name: str
     fleet: Fleet
@@ -139,7 +139,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Return the key that its result is found by."""
+        """The key of its result."""
         return key_of(self.name, self.policy, self.fleet.seed, is_search=self.step is not None)
 
 
@@ -148,16 +148,16 @@ def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
 
 
 TOLERANCE: Final = 0.02
-"""A search ends when a rate that is sustained and one that is not are no further apart. What it finds is the
-lower one: too low by half of this on the mean, for all policies alike."""
+"""Relative distance of a sustained rate and one that is not, at which a search ends. The result is the lower
+one: too low by half of this on average, for all policies alike."""
 FAR, NEAR, NEXT_SEED = 1.5, 1.1, 1.04
-"""Steps of a search: where nothing is known, from the rate that another policy sustains, and from the rate
+"""Steps of a search: without prior knowledge, from the rate that another policy sustains, and from the rate
 that the same policy sustains with another seed."""
 
 
 def sixty(size: Size) -> Iterator[list[Run]]:
-    """First the rate at which `random` attains 90%, then every policy at that rate; by the papers' time per
-    token, and by the time per token after the first, which is not about the shortest answers."""
+    """Yield the search for the rate at which `random` attains 90%, then every policy at that rate; by the
+    papers' time per token, and by the time per token after the first, which short answers do not dominate."""
     fleets = {
         f"{kernels}{about}": Fleet(
             paper=size.sixty,
@@ -186,8 +186,8 @@ def sixty(size: Size) -> Iterator[list[Run]]:
 
 
 def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str]) -> Iterator[list[Run]]:
-    """Yield the searches for what every policy sustains. That of the first policy begins far away and tells
-    where to look for the others, and those tell it for other seeds."""
+    """Yield the searches for every policy's capacity. The first policy's search starts without knowledge; its
+    result is the start for the others, and theirs for other seeds."""
     first, *others = policies
     runs = {name: Run(name=name, fleet=fleet, policy=first, step=FAR) for name, fleet in fleets.items()}
     yield list(runs.values())
@@ -229,8 +229,8 @@ def at_rate_of(
 
 
 def loraserve(size: Size) -> Iterator[list[Run]]:
-    """All seeds on the smallest fleet, one on the larger ones: first what every policy sustains, then what
-    some of them hold at the rate that S-LoRA's random placement sustains."""
+    """Yield all seeds on the smallest fleet, one on the larger ones: first the capacity of every policy, then
+    what some of them hold at the rate that S-LoRA's random placement sustains."""
     for num_replicas in (size.num_replicas,) if size.num_replicas else (4, 8, 12):
         fleets = {
             f"{num_replicas} servers, {trace}": Fleet(
@@ -252,7 +252,7 @@ def loraserve(size: Size) -> Iterator[list[Run]]:
 
 
 def dlora(size: Size) -> Iterator[list[Run]]:
-    """With a first plan that knows the popularity, and with one that does not: what migration is for."""
+    """Yield runs with a first plan that knows the popularity, and without, which is what migration is for."""
     fleet = Fleet(
         paper="dlora-bursty",
         profile=PADDED,
@@ -267,7 +267,7 @@ def dlora(size: Size) -> Iterator[list[Run]]:
 
 
 def auto(size: Size) -> Iterator[list[Run]]:
-    """First what every policy sustains, then `auto` and `affinity` at the rate that the latter sustains."""
+    """Yield the capacity of every policy, then `auto` and `affinity` at the rate that the latter sustains."""
     fleets = {
         f"{paper}, {kernels}": Fleet(
             paper=paper,
@@ -288,8 +288,8 @@ def auto(size: Size) -> Iterator[list[Run]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The sizes that a section is made with. `sixty`: the workload of the section of that name.
-    `found`: the results of runs so far, by their keys."""
+    """The sizes of a section. `sixty`: the workload of the section of that name. `found`: results of runs so
+    far, by key."""
 
     data: Path | None
     num_replicas: int | None
@@ -300,7 +300,7 @@ class Size:
     found: dict[str, Any]
 
     def rate_found(self, run: Run) -> float:
-        """Return the rate that a search has found."""
+        """Return the rate that a search found; exits if there is none."""
         rate = self.found[run.key]["capacity_rps"]
         if not rate:
             sys.exit(f"{run.key}: no rate was found; begin at another with --rate")
@@ -308,7 +308,7 @@ class Size:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return what results must have in common to stand in one section."""
+        """The parameters that results of one section must share."""
         chosen = ("num_replicas", "sixty", "duration_s", "rate")
         return {name: getattr(self, name) for name in chosen} | {
             "published_data": self.data is not None,

@@ -1,4 +1,4 @@
-"""The fleet's tables, from `results/fleet.json`."""
+"""The tables of fleets, from `results/fleet.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNELS: Final = ("padded", "rank-proportional")
 PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-table+loraserve")
 """The policies that the papers would choose."""
 AFTER_FIRST: Final = ", after the first token"
-"""In the name of a fleet whose SLO is on the time per token after the first."""
+"""Suffix of a fleet's name whose SLO is on the time per token after the first."""
 ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
 NOT_YET: Final = "Not measured yet.\n"
 
@@ -73,7 +73,7 @@ def decisions_note(result: Result) -> str:
 
 
 def runs_of(result: Result, section: str) -> list[Mapping[str, Any]]:
-    """Return the runs of a section; none if it was not made."""
+    """Return the runs of a section; empty if it was not made."""
     return list(result.get(section, {}).get("runs", {}).values())
 
 
@@ -98,7 +98,7 @@ def capacities(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mean]]:
 
 
 def figures(runs: Iterable[Mapping[str, Any]], name: str) -> dict[str, dict[str, Mean]]:
-    """Return one figure by fleet and policy, of the runs that have it."""
+    """Return one figure by fleet and policy, from the runs that have it."""
     values: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         if run.get(name) is not None:
@@ -137,8 +137,8 @@ def sixty_table(result: Result) -> str:
 
 
 def loraserve_table(result: Result) -> str:
-    """Over traces, the geometric mean of what each policy sustains over what S-LoRA's random placement
-    does."""
+    """Return a table of each policy's capacity relative to S-LoRA's random placement, as geometric means over
+    traces."""
     found = capacities(runs_of(result, "loraserve"))
     sizes = sorted({name.split(", ")[0] for name in found}, key=lambda size: int(size.split()[0]))
     policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
@@ -157,7 +157,7 @@ def loraserve_table(result: Result) -> str:
 
 
 def loraserve_storage_table(result: Result) -> str:
-    """Return a table of what the fullest host held over all adapters, on the mean over traces."""
+    """Return a table of the fullest host's share of all adapters, as means over traces."""
     found = figures(runs_of(result, "loraserve"), "held_over_everywhere")
     sizes = sorted({name.split(", ")[0] for name in found}, key=lambda size: int(size.split()[0]))
     policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
@@ -210,7 +210,7 @@ def dlora_table(result: Result) -> str:
 
 
 def auto_table(result: Result) -> str:
-    """Return a table of what `auto` sustains, beside the best of all others and the oracle."""
+    """Return a table of the capacity of `auto`, beside the best of all others and the oracle."""
     lines = []
     for fleet, each in _with_auto(result).items():
         best = max(
@@ -237,7 +237,7 @@ def auto_table(result: Result) -> str:
 
 
 def policies_table(result: Result) -> str:
-    """Return a table of what every policy sustains on the workloads of `auto`."""
+    """Return a table of every policy's capacity on the workloads of `auto`."""
     found = capacities(runs_of(result, "auto"))
     policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
     if not policies:

@@ -1,11 +1,11 @@
-"""Does a fleet answer with the version that was promised, whatever happens to adapters and replicas?
+"""Check that a fleet answers with the promised version while adapters and replicas change.
 
     python -m benchmarks.fleet_versions --requests 100000      # about 15 minutes on two cores
 
-`loraplex fleet serve` runs three replicas of a tiny random model. Clients ask for greedy answers of adapters
+`loraplex fleet serve` runs three replicas of a tiny random model. Clients request greedy answers of adapters
 and of the base model, streamed and not. Meanwhile adapters are loaded, reloaded with other versions, tried as
 canaries, promoted, rolled back and unloaded; replicas are drained, replaced, added, removed and killed
-(SIGKILL); adapters are placed again every few seconds; and of some adapters the files are overwritten before
+(SIGKILL); adapters are placed again every few seconds; and the files of some adapters are overwritten before
 each reload. Every answer must be of a version that its name stood for between its sending and its headers
 (`version_promises`), must name the same version in its header, its usage and its line of the log, and have
 the tokens that transformers and PEFT compute with that version (`version_checkpoint`).
@@ -56,9 +56,9 @@ _TIMEOUT_S: Final = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run. `max_minutes`: after so long no more requests are sent. `overwritten`: adapters whose versions
-    share one folder. `host_adapter_memory`: of a replica, less than all adapters take, so that they are
-    loaded again and again."""
+    """Settings of one run. `max_minutes`: time after which no more requests are sent. `overwritten`: number
+    of adapters whose versions share one folder. `host_adapter_memory`: of a replica, less than all adapters
+    take, so that they are loaded repeatedly."""
 
     requests: int = 100_000
     max_minutes: float = 120.0
@@ -88,8 +88,8 @@ TINY: Final = Setting(
 
 
 class Load:
-    """The requests of all clients, in the order in which they are sent. The first adapters are asked for the
-    most, by Zipf's law; the base model for one request in twenty."""
+    """The requests of all clients, in the order in which they are sent. The popularity of adapters follows
+    Zipf's law; one request in twenty is for the base model."""
 
     def __init__(self, served: VersionCheckpoint, num_requests: int) -> None:
         self._names = list(served.versions)
@@ -101,7 +101,7 @@ class Load:
         return rng.choices(self._names, cum_weights=self._weights)[0]
 
     def take(self) -> Answer | None:
-        """Return the next request, with nothing of its answer yet; None if there are no more."""
+        """Return the next request, without its answer; None if there are no more."""
         return next(self._requests, None)
 
     def _make(self, num_requests: int) -> Iterator[Answer]:
@@ -120,7 +120,7 @@ class Load:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, answer: Answer, prompt: Sequence[int]) -> None:
-    """Send a request, and fill in what comes of it."""
+    """Send a request, and fill in its answer."""
     body: dict[str, Any] = {
         "model": answer.name or BASE,
         "prompt": prompt,
@@ -212,7 +212,7 @@ async def disturb(
 
 
 async def counters(fleet: Fleet) -> Counter[str]:
-    """Return the sums of the fleet's counters, those with a reason by it."""
+    """Return the sums of the fleet's counters; those with a reason are separated by it."""
     async with fleet.session.get(f"{fleet.url}/metrics") as response:
         families = text_string_to_metric_families(await response.text())
     found: Counter[str] = Counter()
@@ -224,7 +224,7 @@ async def counters(fleet: Fleet) -> Counter[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was done to a fleet, and what it answered meanwhile. `counters`: at the end."""
+    """The changes made to a fleet, and its answers meanwhile. `counters`: at the end."""
 
     fleet: Fleet
     answers: Sequence[Answer]
@@ -234,7 +234,7 @@ class Run:
 
 async def run(url: str, served: VersionCheckpoint, setting: Setting, scratch: Path) -> Run:
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    # What came of a change must be known: none is sent on a connection that the server may close just then.
+    # The outcome of a change must be known, so none is sent on a connection that the server may be closing.
     admin = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout)
     clients = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
     async with admin, clients:
@@ -253,7 +253,7 @@ def overwritten(served: VersionCheckpoint, setting: Setting) -> list[str]:
 
 
 def judged(run: Run, served: VersionCheckpoint, setting: Setting, log: Path) -> dict[str, Any]:
-    """Return what a run found. `log`: of the server, which has ended: its last lines are there."""
+    """Return a run's findings. `log`: of the server, which has ended, so that the log is complete."""
     fleet, counted = run.fleet, run.counters
     judge = Judge(promises=fleet.promises, served=served, overwritten=overwritten(served, setting))
     for answer in run.answers:
@@ -278,7 +278,7 @@ def judged(run: Run, served: VersionCheckpoint, setting: Setting, log: Path) -> 
 
 
 def _log_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSON log; a process that was killed may leave half a line."""
+    """Yield the lines of a JSON log; a killed process may leave half a line."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:

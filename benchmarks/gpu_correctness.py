@@ -1,13 +1,12 @@
-"""Whether a GPU computes what it should: kernels, families, adapters, batches, long runs, bursts.
+"""Check what a GPU computes: kernels, families, adapters, batches, long runs, bursts.
 
     python -m benchmarks.gpu_correctness                  # every section, six minutes on an H200
     python -m benchmarks.gpu_correctness kernels batch    # some of them
 
-Writes results/gpu_correctness.json: for each section where and when it ran, and for each check what was
-compared with what, the worst error, the tolerance, and the verdict; sections that are not named keep what
-they hold. The exit status is 1 if a check failed. Each section runs in a process of its own. `--tiny` runs
-everything at sizes that a CPU can take, kernels interpreted: that tests the checks, and writes nothing unless
-`--out` says where.
+Writes results/gpu_correctness.json: for each section its environment, and for each check what was compared
+with what, the worst error, the tolerance, and the verdict; sections that are not named keep their results.
+The exit status is 1 if a check failed. Each section runs in its own process. `--tiny` runs everything at
+sizes that a CPU can take, kernels interpreted: that tests the checks, and writes nothing without `--out`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "peft", "numpy
 
 
 def run_section(name: str, *, tiny: bool) -> dict[str, Any]:
-    """What a section found, in the form of the results file."""
+    """Return a section's findings, in the form of the results file."""
     import torch
 
     from benchmarks.correctness.check import Setting, holds
@@ -57,7 +56,7 @@ def run_section(name: str, *, tiny: bool) -> dict[str, Any]:
     try:
         checks = section(Setting(device=device, tiny=tiny))
     except Exception as error:
-        # A section that breaks off has not passed, and the others still have something to say.
+        # A section that breaks off has failed, and the others still run.
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
         checks = [holds("the section itself", "runs to its end", False, error=reason[:2000])]
@@ -72,7 +71,7 @@ def run_section(name: str, *, tiny: bool) -> dict[str, Any]:
 
 
 def in_process(name: str, *, tiny: bool) -> dict[str, Any]:
-    """In a process of its own, so that no section finds memory or compiled kernels of another in its way."""
+    """Run a section in its own process, so that it shares no memory or compiled kernels with others."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(run_section, name, tiny=tiny).result()
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not _has_gpu():
         if not args.tiny:
             parser.error("there is no CUDA device here; give --tiny to try the checks on the CPU")
-        # Without a device kernels are interpreted, which must be known before triton is imported.
+        # Without a device kernels are interpreted, which must be set before triton is imported.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     out = args.out or (None if args.tiny else RESULTS / "gpu_correctness.json")
     document = json.loads(out.read_text()) if out is not None and out.is_file() else {}

@@ -1,14 +1,14 @@
-"""Every published figure of the GPU engine: decode, prompts alone, serving, many registered adapters,
-kernels, attention by the order of contexts and of prompts beside others', cold starts, what padding to the
-largest rank of a batch would cost, what sets of requests cost by the ranks of their adapters, and what a step
-costs the host by the context of its requests.
+"""Measure every published figure of the GPU engine: decode, prompts alone, serving, many registered adapters,
+kernels, attention by the order of contexts and of prompts beside other kernels, cold starts, the cost of
+padding to the largest rank of a batch, costs of sets of requests by the ranks of their adapters, and the
+host's cost of a step by the context of its requests.
 
     python -m benchmarks.gpu_engine decode prompts serve registered kernels attention prompt_attention cold \\
         padded sets padded_sets tables --workloads DIR
 
-Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
-process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
-140 GB for the shapes published; DIR holds the workload files.
+Writes results/gpu_engine.json; sections that are not named keep their results. Each section runs in its own
+process, so that it shares no memory or compiled kernels with others. Needs one GPU of 140 GB for the
+published shapes; DIR holds the workload files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loraplex.perf.cost_model import KernelKind
 RESULTS = Path(__file__).parent / "results"
 SHAPE: Final = "llama-2-7b"
 GQA_SHAPE: Final = "llama-3-8b"
-"""With four query heads to a key head."""
+"""A shape with four query heads to a key head."""
 VOCAB_SIZE: Final = 32000
 PROMPT_TOKENS, OUTPUT_TOKENS, REPEATS = 128, 256, 2
 QKV, ALL = "q,k,v", "all"
@@ -67,7 +67,7 @@ SERVE: Final = (
 )
 REGISTERED: Final = (5, 100, 1000, 2000)
 _SPREAD: Final = 7919
-"""A prime: requests one after the other go to adapters far apart."""
+"""A prime: consecutive requests go to adapters far apart."""
 PADDED: Final = (
     # name, requests on adapters of rank 8, of rank 64
     ("32 of rank 8", 32, 0),
@@ -100,7 +100,7 @@ def _decode(shape: str) -> list[dict[str, Any]]:
 
 
 def prompts(workloads: Path) -> list[dict[str, Any]]:
-    """Measure the time to the first token of a prompt that has the engine to itself, nothing of it cached."""
+    """Measure the time to the first token of a prompt that runs alone, with nothing of it cached."""
     return [row for shape in PROMPTS for row in in_process(_prompts, shape)]
 
 
@@ -155,8 +155,8 @@ def _serve_one(workload: Path, num_adapters: int, ranks: Sequence[int]) -> dict[
 
 
 def registered(workloads: Path) -> list[dict[str, Any]]:
-    """Throughput of one workload, by the number of adapters the engine knows: all of them are asked for, as
-    far as there are requests for them."""
+    """Measure the throughput of one workload by the number of registered adapters; all of them are used, as
+    far as there are enough requests."""
     from loraplex.bench.engine_scenarios import replay
     from loraplex.bench.report import summarize
     from loraplex.workload.jsonl import read_workload
@@ -206,7 +206,7 @@ def cold(workloads: Path) -> dict[str, Any]:
 
 
 def _cold(started_at: float) -> dict[str, Any]:
-    """`started_at`: when the process was asked for, by the clock on the wall."""
+    """Measure this process. `started_at`: when it was requested, on the wall clock."""
     import torch
 
     from loraplex.bench.engine_scenarios import bring_in
@@ -227,7 +227,7 @@ def _cold(started_at: float) -> dict[str, Any]:
 
 
 def padded(workloads: Path) -> list[dict[str, Any]]:
-    """Decode with adapters as they are, and padded to the largest rank of the batch."""
+    """Measure decode with adapters as they are, and padded to the largest rank of the batch."""
     from benchmarks.device_memory import release
     from loraplex.bench.engine_scenarios import Load, measure_decode
 
@@ -331,7 +331,7 @@ def rounded(distribution: Distribution) -> dict[str, float]:
 
 
 def here() -> dict[str, Any]:
-    """Where this runs, the GPU included."""
+    """Return the environment, including the GPU."""
     import torch
 
     assert torch.cuda.is_available(), "this benchmark needs a GPU"
@@ -358,7 +358,7 @@ def main() -> None:
     document = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for name in args.sections:
         started = time.perf_counter()
-        # These start processes of their own, which a worker may not.
+        # These start their own processes, which a pool's worker may not.
         section = SECTIONS[name]
         starts_own = name in ("decode", "prompts", "serve", "cold")
         found = section(args.workloads) if starts_own else in_process(section, args.workloads)

@@ -1,12 +1,12 @@
-"""How long a start takes on a GPU, by phase: on a new machine, and on one that has run the model before.
+"""Measure a start on a GPU by phase: on a new machine, and on one that has run the model before.
 
     python -m benchmarks.gpu_start --folder /dev/shm/start
 
 Writes results/gpu_start.json. A checkpoint with random weights and some adapters is written to the folder
 unless one is there. Every start is a fresh process. The first finds no compiled kernels, because its cache
-folder is empty; the second finds what the first one left there. For each the engine is started in-process,
-phase by phase with the kernels compiled in each, and then `loraplex serve` is started and its health routes
-are polled. `--tiny` tries the script itself on a CPU, and writes nothing unless --out says where.
+folder is empty; the second finds those of the first. In each case the engine is started in-process, phase by
+phase with the kernels compiled in each, and then `loraplex serve` is started and its health routes are
+polled. `--tiny` tests the script itself on a CPU, and writes nothing without --out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPE: Final = "llama-2-7b"
 NUM_ADAPTERS, RANK = 100, 64  # as in http_compare, so that both can use one checkpoint
 KINDS: Final = ("engine", "server")
 _RESULT: Final = "RESULT "
-"""What the line of a measured process begins with that holds its JSON."""
+"""Prefix of a measured process's line that holds its JSON."""
 
 
 class Phases:
@@ -50,13 +50,13 @@ class Phases:
         self.compile_seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, phase: str, fraction: float | None = None) -> None:
-        """End the phase before and begin this one; also what an engine reports its progress to."""
+        """End the current phase and begin this one; also serves as an engine's progress callback."""
         now = time.time()
         self.seconds[self._current] += now - self._last_s
         self._current, self._last_s = phase, now
 
     def on_compilation(self, *, metadata: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Triton's hook: called for every kernel that was compiled or read from the cache."""
+        """Record a kernel that was compiled or read from the cache; called by Triton."""
         (self.from_cache if cache_hit else self.compiled)[self._current] += 1
         self.compile_seconds[self._current] += times.total / 1e6
 
@@ -77,7 +77,7 @@ class Phases:
 
 
 def measure_engine(model: Path, adapters: Path, device: str, started_at: float) -> dict[str, Any]:
-    """Measure from the start of this process to an engine that has nothing left to prepare."""
+    """Measure from the start of this process until the engine has nothing left to prepare."""
     phases = Phases(started_at)
     if device == "cuda":  # as an engine process does (`loraplex.engine.start`)
         begin_beside_imports()
@@ -132,7 +132,7 @@ def measure_engine(model: Path, adapters: Path, device: str, started_at: float) 
 
 
 def measure_server(model: Path, adapters: Path, device: str, cache: Path) -> dict[str, Any]:
-    """Until `loraplex serve` says that it lives, and that it is ready."""
+    """Measure until `loraplex serve` is ready; `live` is the status of its liveness route then."""
     args = (
         sys.executable, "-m", "loraplex.cli.main", "serve", "--model", str(model),
         "--adapters", str(adapters), "--device", device, "--port", "{port}",
@@ -158,7 +158,7 @@ def _get(url: str) -> int:
 def measure_starts(
     folder: Path, device: str, kinds: Sequence[str] = KINDS, num_starts: int = 2
 ) -> dict[str, Any]:
-    """Starts one after the other over one cache folder that is empty at first."""
+    """Measure consecutive starts over one cache folder that is empty at first."""
     found: dict[str, Any] = {}
     for kind in kinds:
         with tempfile.TemporaryDirectory() as directory:
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         base, adapters = args.folder / "base", args.folder / "adapters"
         print(_RESULT + json.dumps(measure_engine(base, adapters, args.device, args.started_at)), flush=True)
         return
-    # Not at the top: a process that is measured imports torch in a phase of its own.
+    # Not at the top: a measured process imports torch in a phase of its own.
     import torch
 
     from benchmarks import sources

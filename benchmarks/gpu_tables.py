@@ -1,5 +1,5 @@
 """The tables of the GPU engine, from results/gpu_engine.json, gpu_start.json and gpu_correctness.json;
-`benchmarks.make_tables` puts them in place."""
+`benchmarks.make_tables` inserts them into the docs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST_PHASE: Final = "capturing graphs"
 
 
 def machine_note(result: Result) -> str:
-    """Sections may be measured at different times: the note has the commit of each."""
+    """Return a note with the commit of each section, as they may be measured at different times."""
     sections = {name: section for name, section in result.items() if "results" in section}
     first = next(iter(sections.values()))
     commits = ", ".join(f"{name} at {section['git_commit']}" for name, section in sections.items())
@@ -43,7 +43,7 @@ def decode_table(result: Result) -> str:
 
 
 def prompts_table(result: Result) -> str:
-    """Show prompts that have the engine to themselves."""
+    """Show prompts that run alone."""
     lines = []
     for row in result["prompts"]["results"]:
         figures = [
@@ -56,7 +56,7 @@ def prompts_table(result: Result) -> str:
 
 
 def prompt_attention_table(result: Result) -> str:
-    """Show the attention of a prompt's rows in one layer, by whose kernel it is."""
+    """Show the attention of a prompt's rows in one layer, by kernel."""
     kernels = {"ours_us": "ours", "flash_us": "FlashAttention in torch", "cudnn_us": "cuDNN through torch"}
     if any(row["vllm_us"] is not None for row in result["prompt_attention"]["results"]):
         kernels["vllm_us"] = "FlashAttention 3 of vLLM"
@@ -81,7 +81,7 @@ def serve_table(result: Result) -> str:
 
 
 def block_tables_table(result: Result) -> str:
-    """Show what a step with many requests costs the host, by their context."""
+    """Show the host's cost of a step with many requests, by their context."""
     lines = [
         (
             f"{row['requests']} requests, {row['context']:,} tokens each",
@@ -118,7 +118,7 @@ def padded_table(result: Result) -> str:
 
 
 def correctness_table(result: Result) -> str:
-    """Checks count as passed only if they ran on the code as it is."""
+    """Show the checks, which count as passed only if they ran on the current code."""
     lines = [
         (name, _verdict(name, section), section["date"][:10], section["git_commit"] or "unknown")
         for name, section in result.items()
@@ -187,7 +187,7 @@ def start_note(result: Result) -> str:
 
 
 def start_table(result: Result) -> str:
-    """Phases of an engine's start in their order, and how long a server took in all."""
+    """Show the phases of an engine's start in order, and the total time of a server's start."""
     starts = result["engine"]
     phases = [{phase["phase"]: _phase(phase) for phase in start["phases"]} for start in starts]
     lines = []

@@ -1,11 +1,12 @@
-"""Does one request hold up another? Streams and /health probes beside requests that are huge, many or vanish.
+"""Measure whether one request holds up another: streams and /health probes beside huge, many or vanishing
+ones.
 
     python -m benchmarks.holdups                  # about five minutes on two cores
 
 A server with a small random model serves a few long streams. For each disturbance, windows without and with
 it take turns. Reported are the p99 of /health, and the streams' gaps with the disturbance over those without
-it: ratios within one run, since the machine may be shared. The disturbing client is a process of its own,
-whose requests are made before the window begins.
+it: ratios within one run, since the machine may be shared. The disturbing client is a separate process, whose
+requests are made before the window begins.
 """
 
 from __future__ import annotations
@@ -81,20 +82,20 @@ LARGE: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
         json.dumps({"tokens": [7] * 1_000_000}).encode(),
     ),
 }
-"""Single requests: what is asked, and its body."""
+"""Single large requests: name -> path and body."""
 
 
 BASELINES: Final = {
     "2,000 requests at once": "256 requests at a time",
     "300 streams vanish at once": "300 streams",
 }
-"""Where the requests themselves are work for the engine: what is compared with, instead of nothing. The same
-requests, but none of them queued, or none that vanishes."""
+"""Baselines of disturbances whose requests are work for the engine themselves: the same requests, but none of
+them queued, or none that vanishes."""
 
 
 @dataclass(kw_only=True)
 class Window:
-    """What was seen while a window lasted, in seconds."""
+    """Observations during a window, in seconds."""
 
     gaps_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
@@ -115,21 +116,21 @@ class Window:
 
 
 class Observer:
-    """Long streams and probes of /health that run all the time, and what was seen of them in a window."""
+    """Long streams and probes of /health that run all the time, and what was observed in a window."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
         self._window: Window | None = None
 
     async def watch(self, seconds: float) -> Window:
-        """Everything seen in the next `seconds`."""
+        """Return the observations of the next `seconds`."""
         window = self._window = Window()
         await asyncio.sleep(seconds)
         self._window = None
         return window
 
     async def stream(self, session: aiohttp.ClientSession, seed: int) -> None:
-        """One stream after the other; the gap between two of them does not count."""
+        """Run one stream after the other; the gap between two streams does not count."""
         _, body = _completion(
             [3 + seed, 5, 7], max_tokens=STREAM_TOKENS, stream=True, ignore_eos=True, temperature=0
         )
@@ -144,8 +145,8 @@ class Observer:
                     last_s = now_s
 
     async def probe(self, session: aiohttp.ClientSession) -> None:
-        """Ask for /health at fixed times, whether or not the answers before have come: a standstill counts
-        for every probe that falls into it."""
+        """Probe /health at fixed times, whether or not earlier probes were answered: a standstill counts for
+        every probe that falls into it."""
         async with asyncio.TaskGroup() as probes:
             due_s = time.perf_counter()
             while True:
@@ -165,7 +166,8 @@ class Observer:
 
 
 def disturb(base_url: str, orders: Connection) -> None:
-    """Serve orders: a name to get ready for, then anything to begin; answers when it is over."""
+    """Serve commands: the name of a disturbance to prepare, then anything to start it; answers when it is
+    over."""
     asyncio.run(_disturb(base_url, orders))
 
 
@@ -192,7 +194,7 @@ def _prepare(base_url: str, name: str) -> Callable[[], Any]:
 
 
 async def _send_large(base_url: str, path: str, body: bytes) -> dict[str, Any]:
-    """The same large request a few times, one after the other."""
+    """Send the same large request a few times, one after the other."""
     statuses = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         for _ in range(3):
@@ -220,7 +222,7 @@ async def _send_many(base_url: str, *, at_once: int) -> dict[str, Any]:
 
 
 async def _stream_and(base_url: str, *, vanish: bool) -> dict[str, Any]:
-    """Streams that all hang up in the same moment, as soon as all have their headers, or read to the end."""
+    """Open streams that are all closed at once, as soon as all have their headers, or read to the end."""
     address = urlsplit(base_url)
     assert address.hostname is not None
     path, body = _completion([13] * 8, max_tokens=16, stream=True)
@@ -298,7 +300,7 @@ def _percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def _rss_mib(pid: int) -> float:
-    """Memory of the HTTP process, which is the one that was started."""
+    """Return the memory of the HTTP process, which is the one that was started."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024

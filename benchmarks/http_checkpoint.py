@@ -3,7 +3,7 @@
     python -m benchmarks.http_checkpoint OUT --shape llama-2-7b --adapters 100 --rank 64
 
 Layout: OUT/base (model and tokenizer), OUT/adapters/lora-0000, lora-0001, ... Weights are drawn on the GPU
-where there is one. 100 adapters of rank 64 and a 7B model take 24 GB, best in memory (/dev/shm).
+if there is one. 100 adapters of rank 64 and a 7B model take 24 GB, best in memory (/dev/shm).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HttpCheckpoint(Checkpoint):
     rank: int
 
     def ensure(self) -> None:
-        """Write the files, unless an earlier call with the same settings has."""
+        """Write the files, unless an earlier call with the same settings did."""
         done = self.root / "complete.json"
         settings = {name: value for name, value in asdict(self).items() if name != "root"}
         if done.is_file() and json.loads(done.read_text()) == settings:
@@ -106,7 +106,7 @@ def _model_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer of one word per id, so that any ids become a text of as many tokens, and back."""
+    """Write a tokenizer with one word per id, so that any ids become a text of as many tokens, and back."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

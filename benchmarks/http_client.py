@@ -1,7 +1,7 @@
 """The load of the HTTP comparison: runs of `vllm bench serve` against a server, and their figures.
 
-The client is vLLM's own, for every server: nobody measures themselves. vLLM is imported once for all runs,
-which takes longer than a run, and each run is a process of its own (`benchmarks.preloaded`).
+The client is vLLM's own for every server, so that we do not measure ourselves. vLLM is imported once for all
+runs, which takes longer than a run, and each run is a separate process (`benchmarks.preloaded`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 from benchmarks import preloaded
 
 VLLM: Final = "vllm.entrypoints.cli.main"
-"""The module that is vLLM's command line."""
+"""The module of vLLM's command line."""
 
 _KEPT: Final = {
     "completed": "completed",
@@ -36,7 +36,7 @@ _KEPT: Final = {
     "mean_e2el_ms": "e2e_ms_mean",
     "p95_e2el_ms": "e2e_ms_p95",
 }
-"""Figures of the client's result file -> what they are called in ours."""
+"""Figures of the client's result file -> their names in ours."""
 
 
 class ClientFailedError(Exception):
@@ -80,7 +80,7 @@ class Lengths:
 
 
 class BenchClient:
-    """vLLM's client, with vLLM imported; a context, whose end is its end."""
+    """vLLM's client, with vLLM imported; a context manager that ends it."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class BenchClient:
         env: Mapping[str, str],
         timeout_s: float = 150.0,
     ) -> None:
-        """`python`: the one that has vLLM. `env`: what is set for it beside this process's own."""
+        """`python`: the one that has vLLM. `env`: variables set in addition to this process's own."""
         self._tokenizer = tokenizer
         self._lengths = lengths
         self._scratch = scratch
@@ -106,7 +106,7 @@ class BenchClient:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # a process group of its own, which is what gets killed
+                start_new_session=True,  # its own process group, which is killed at the end
             )
         self._is_ready = False
 
@@ -135,7 +135,8 @@ class BenchClient:
         ]
 
     def run(self, base_url: str, load: Load, adapters: Sequence[str], *, seed: int) -> dict[str, Any]:
-        """Load the server with requests for these adapters at random, or for the base model."""
+        """Load the server with requests for these adapters at random, or for the base model; return the
+        figures."""
         if not self._is_ready:
             self._answer()
             self._is_ready = True
@@ -164,8 +165,8 @@ class BenchClient:
 
 
 def figures(saved: Mapping[str, Any], *, num_requests: int) -> dict[str, Any]:
-    """Return what is kept of a result file of `vllm bench serve`."""
+    """Return the figures that are kept of a result file of `vllm bench serve`."""
     found = {ours: saved[theirs] for theirs, ours in _KEPT.items() if saved.get(theirs) is not None}
-    # Older clients do not count failures, and a request that failed is in none of the latencies.
+    # Older clients do not count failures, and the latencies do not include failed requests.
     found["failed"] = num_requests - int(found["completed"])
     return {name: round(value, 3) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Servers over HTTP on one GPU, one at a time, under the same load by the same client (`vllm bench serve`).
+"""Compare servers over HTTP on one GPU, one at a time, with the same load and client (`vllm bench serve`).
 
     python -m benchmarks.http_compare loraplex vllm vllm-lora starts --vllm-site FOLDER --work-dir /dev/shm/h
 
@@ -9,8 +9,8 @@ Sections:  loraplex   our server
 
 Every server is loaded with requests for the base model and for 1, 8, 32, 100 adapters, at a fixed rate and at
 a fixed concurrency. Each run is printed and written to the result file when it ends. Runs are added to those
-that the file already holds of the same code and settings; `--missing` leaves out what it holds, so that a
-comparison can be made in several calls. `--seconds` stops in time where a command may only take so long.
+that the file already holds of the same code and settings; `--missing` skips those that it holds, so that a
+comparison can be made in several calls. `--seconds` stops in time if a command may only take so long.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "vllm")
 _STARTS_RUNS: Final = 3
 _WARMUP_REQUESTS: Final = 100
 _START_S, _RUN_S = 180.0, 60.0
-"""How long a start and a run may well take; `--seconds` begins none with less time left."""
+"""Seconds that a start and a run may take; `--seconds` starts none with less time left."""
 
 
 class OutOfTimeError(Exception):
-    """`--seconds` leaves no time for what comes next."""
+    """`--seconds` leaves no time for the next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of each server."""
+    """The measurements of each server."""
 
     adapters: tuple[int, ...]
     loads: tuple[Load, ...]
@@ -69,7 +69,7 @@ class Plan:
 
 
 class ResultFile:
-    """The result file, written anew after every run. `here`: where and with what everything is measured."""
+    """The result file, rewritten after every run. `here`: the environment of all measurements."""
 
     def __init__(self, path: Path, here: dict[str, Any]) -> None:
         self._path = path
@@ -77,7 +77,7 @@ class ResultFile:
         self._document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
     def open_section(self, name: str) -> dict[str, Any]:
-        """Return the section to add to: the one in the file if it is of this code and these settings."""
+        """Return the section to add to: the one in the file if it has the same code and settings."""
         here = self._here | {"sources": sources.fingerprints(FILE, name)}
         found: dict[str, Any] | None = self._document.get(name)
         same = ("sources", "versions", "parameters", "machine")
@@ -93,7 +93,7 @@ class ResultFile:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Runs sections. `deadline_s`: on `time.monotonic`, when the command must have ended."""
+    """Runs sections. `deadline_s`: time on `time.monotonic` by which the command must have ended."""
 
     servers: Servers
     client: BenchClient
@@ -137,7 +137,7 @@ class Comparison:
                 self.result.save()
 
     def _starts(self, section: dict[str, Any]) -> None:
-        """Start loraplex with empty caches, then with what that start left in them; three runs after each."""
+        """Start loraplex with empty caches, then with those left by that start; three runs after each."""
         if self.only_missing and len(section["runs"]) == len(CACHES) * _STARTS_RUNS:
             print("starts: nothing is missing", flush=True)
             return
@@ -165,7 +165,7 @@ class Comparison:
         self, what: str, server: RunningServer, load: Load, num_adapters: int, *, repeat: int | str
     ) -> dict[str, Any]:
         self._check_time(_RUN_S)
-        # Equal for every server and new for every run of it: no prefix cache helps anyone.
+        # Equal for every server and new for every run of it: no prefix cache hits.
         seed = zlib.crc32(f"{load.name} {num_adapters} {repeat}".encode())
         names = self.servers.checkpoint.adapter_names[:num_adapters]
         found = self.client.run(server.base_url, load, names, seed=seed)
@@ -184,7 +184,7 @@ def _here() -> dict[str, Any]:
 
 
 def _in_process(function: Callable[[], Any]) -> Any:
-    """Call it in a process of its own: this one must take no memory of the GPU from the servers."""
+    """Call it in a separate process: this one must take no GPU memory from the servers."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function)
 
@@ -271,7 +271,7 @@ def _run(comparison: Comparison, sections: Sequence[str]) -> int:
 
 
 def _vllm_version(servers: Servers) -> str:
-    """Return the version of the vLLM that is the client, and the peer."""
+    """Return the version of the vLLM that is both client and peer."""
     done = subprocess.run(
         [servers.vllm_python, "-c", "from importlib.metadata import version; print(version('vllm'))"],
         env={**os.environ, **servers.vllm_env},
@@ -325,6 +325,6 @@ def _raise_exit(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    # Without this a SIGTERM would leave the server that is running behind.
+    # Otherwise SIGTERM would leave the running server behind.
     signal.signal(signal.SIGTERM, _raise_exit)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""How each server of the HTTP comparison is started."""
+"""Start commands of the servers of the HTTP comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VLLM_ENV: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer compiles its kernels at run time, which needs nvcc
-    # A machine without a network has no address of its own that engine processes could meet at.
+    # A machine without a network has no address at which engine processes could connect.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -42,7 +42,7 @@ class Servers:
     vllm_site: Path | None = None
 
     def command(self, name: str, *, home: Path | None = None) -> ServerCommand:
-        """Return the start of a server; `home` gives loraplex caches of its own."""
+        """Return the start command of a server; `home` gives loraplex its own caches."""
         if name == "loraplex":
             return self._loraplex(home)
         return self._vllm(lora=name == "vllm-lora")
@@ -85,10 +85,10 @@ class Servers:
 
 
 def _caches_in(home: Path) -> dict[str, str]:
-    """Put everything that a start leaves behind for the next one under `home`."""
+    """Return variables that put everything a start leaves for the next one under `home`."""
     return {
         "HOME": str(home),
-        "PYTHONUSERBASE": site.getuserbase(),  # else packages installed for the user would be gone
+        "PYTHONUSERBASE": site.getuserbase(),  # otherwise packages installed for the user would not be found
         "XDG_CACHE_HOME": str(home / ".cache"),
         "LORAPLEX_CACHE": str(home / ".cache" / "loraplex"),
         "TRITON_CACHE_DIR": str(home / ".triton" / "cache"),
@@ -99,7 +99,7 @@ def _caches_in(home: Path) -> dict[str, str]:
 
 
 def shown_command(command: ServerCommand) -> str:
-    """Return the command as published: without the folders of one machine and the list of adapters."""
+    """Return the command for publication: without this machine's folders and the list of adapters."""
     args = list(command.args)
     if "--lora-modules" in args:
         args = [*args[: args.index("--lora-modules") + 1], "..."]

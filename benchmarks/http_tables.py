@@ -1,6 +1,6 @@
 """The tables of the HTTP comparison, from results/http_compare.json.
 
-Figures are medians where a cell was measured several times.
+Figures are medians if a cell was measured several times.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from benchmarks.markdown import Result, span, table
 
 STEADY, SATURATED = "steady", "saturated"
 LABELS: Final = {"loraplex": "loraplex", "vllm": "vLLM, LoRA off", "vllm-lora": "vLLM, LoRA on"}
-"""Section of a server -> what tables call it."""
+"""Section of a server -> its title in tables."""
 PICTURE: Final = "docs/images/http-compare.svg"
 _FIRST_RUN: Final = {"ttft_ms_p95": "TTFT p95", "tpot_ms_mean": "TPOT", "itl_ms_p99": "ITL p99"}
-"""What the first run after a start is held against the last by -> what tables call it."""
+"""Figures in which the first run after a start is compared with the last -> their titles in tables."""
 
 
 def servers(result: Result) -> dict[str, Result]:
@@ -40,7 +40,7 @@ def numbers_of_adapters(sections: Iterable[Result]) -> list[int]:
 
 
 def summary(result: Result) -> str:
-    """The README's part: what was run, a table of the ends, and the picture."""
+    """Return the README's part: what was run, a table of base model and most adapters, and the picture."""
     found = servers(result)
     most = numbers_of_adapters(found.values())[-1]
     lines = [
@@ -114,7 +114,7 @@ def compare_table(result: Result) -> str:
 
 
 def starts_table(result: Result) -> str:
-    """Loraplex's starts with empty and with used caches, the other servers' starts, and first runs."""
+    """Show loraplex's starts with empty and with used caches, the other servers' starts, and first runs."""
     lines: list[tuple[str, ...]] = [
         (_title(name, section), f"{span(section['start_s'], '.1f')} s", "-", *["-"] * len(_FIRST_RUN))
         for name, section in servers(result).items()

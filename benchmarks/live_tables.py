@@ -1,5 +1,5 @@
-"""The tables of fleets that serve: what the front adds, replicas that die, versions that change, the twin
-beside them, vLLM."""
+"""The tables of live fleets: what the front adds, killed replicas, changing versions, comparison with the
+twin, vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.markdown import Result, span, table
 
 _AIMS: Final[dict[str, tuple[str, str]]] = {"ttft_added_ms": ("2", "8"), "gap_added_ms": ("", "3")}
-"""At p50 and p99."""
+"""Targets at p50 and p99."""
 _OF_REPLICAS: Final = ("drain", "undrain", "restart", "scale")
 _WRONG_TITLES: Final[dict[str, str]] = {
     "another version than promised": "answers of another version than promised",
@@ -21,7 +21,7 @@ _WRONG_TITLES: Final[dict[str, str]] = {
     "audit lines that differ": "audit lines that differ",
     "lists unlike what was promised": "names in lists that are unlike what was promised",
 }
-"""What must not be, and how the table calls it."""
+"""Errors that must not occur -> their titles in the table."""
 
 
 _KILLED: Final = {
@@ -56,7 +56,7 @@ def front_note(result: Result) -> str:
 
 
 def kills_table(result: Result) -> str:
-    """Show what became of answers, by how replicas were taken from them."""
+    """Show the outcomes of answers, by how replicas were killed."""
     lines = []
     for name, title in _KILLED.items():
         if (part := result.get(name)) is None:
@@ -90,7 +90,7 @@ def kills_note(result: Result) -> str:
 
 
 def versions_table(result: Result) -> str:
-    """Show what was done to a fleet, and how its answers kept to the versions that were promised."""
+    """Show what was done to a fleet, and whether its answers had the promised versions."""
     changes, moves, wrong = result["changes"], result["moves"], result["wrong"]
     replicas = {name: count for name, count in changes.items() if name.partition(" ")[0] in _OF_REPLICAS}
     versions = {name: count for name, count in changes.items() if name not in replicas}

@@ -1,4 +1,4 @@
-"""The tables of loads that must not slow others down: long queues, huge requests, busy programs."""
+"""The tables of loads that must not slow other requests down: long queues, huge requests, busy programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GAPS: Final = 1.1
 
 
 def queue_table(result: Result) -> str:
-    """Show what waiting requests cost a step, and a cancellation."""
+    """Show the cost of waiting requests for a step, and for a cancellation."""
     steps, cancels = result["steps"], result["cancels"]
     lines = [
         (
@@ -34,7 +34,7 @@ def queue_note(result: Result) -> str:
 
 
 def shared_table(result: Result) -> str:
-    """Engines alone and beside a busy program on each core."""
+    """Show engines alone and beside a busy program on each core."""
     cores = result["machine"]["cores"]
     titles = {"alone": "alone", "one_busy_program_per_core": f"beside {cores} busy programs on {cores} cores"}
     kinds = ("all threads", "one thread", "automatic")
@@ -61,7 +61,7 @@ def shared_note(result: Result) -> str:
 
 
 def holdups_table(result: Result) -> str:
-    """Streams and /health beside requests that are huge, many or vanish."""
+    """Show streams and /health beside huge, many or vanishing requests."""
     lines = [
         (
             f"{name}, against {BASELINES[name]}" if name in BASELINES else name,
@@ -87,7 +87,7 @@ def holdups_note(result: Result) -> str:
 
 
 def overload_table(result: Result) -> str:
-    """Goodput at the peak, at twice its rate, and there without the bound."""
+    """Show goodput at the peak, at twice its rate, and both without the bound."""
     found = result["results"]
     without, bound = found["unbounded"], found["bounded"]
     rows = [
@@ -126,7 +126,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _statuses(outcomes: list[dict[str, Any]]) -> str:
-    """The HTTP statuses that a disturbance was answered with."""
+    """Return the HTTP statuses that a disturbance was answered with."""
     found: set[str] = set()
     for outcome in outcomes:
         found |= {str(status) for status in outcome.get("statuses", ())}

@@ -1,5 +1,4 @@
-"""Write a random checkpoint that the CPU benchmarks serve: a Llama, of 28M parameters unless said, and N PEFT
-adapters.
+"""Write a random checkpoint for the CPU benchmarks: a Llama (28M parameters by default) and N PEFT adapters.
 
     python -m benchmarks.make_checkpoint OUT --adapters 16
 
@@ -32,7 +31,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a model and its adapters; attention has as many query heads of width 64 as it is wide."""
+    """Sizes of a model and its adapters; all query heads together, of width 64 each, are as wide as
+    `hidden`."""
 
     hidden: int
     num_layers: int
@@ -46,12 +46,12 @@ class Size:
 
     @property
     def target_out_features(self) -> dict[str, int]:
-        """Return the output width of each adapted projection; every input is `hidden` wide."""
+        """The output width of each adapted projection; every input is `hidden` wide."""
         kv_size = self.num_kv_heads * _HEAD_DIM
         return dict(zip(TARGETS, (self.hidden, kv_size, kv_size, self.hidden), strict=True))
 
     def adapter_bytes(self, rank: int) -> int:
-        """Weight bytes of one adapter of this rank, in float32."""
+        """Return the weight bytes of one adapter of this rank, in float32."""
         floats_per_rank = self.num_layers * sum(
             self.hidden + out for out in self.target_out_features.values()
         )
@@ -61,11 +61,11 @@ class Size:
 _HEAD_DIM = 64
 SERVED = Size(hidden=512, num_layers=8, num_kv_heads=4, mlp_hidden=1408, ranks=(8, 16, 32, 64))
 SMALL = Size(hidden=256, num_layers=2, num_kv_heads=2, mlp_hidden=512, ranks=(8, 16))
-"""For several servers that share a few cores."""
+"""A size for several servers that share a few cores."""
 
 
 def adapter_name(index: int) -> str:
-    """Return the name of an adapter's folder, which it is served under."""
+    """Return the name of an adapter, which is also that of its folder."""
     return f"lora-{index:04d}"
 
 
@@ -113,10 +113,10 @@ def write_base(directory: Path, *, seed: int, size: Size = SERVED) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE in which every id decodes to ASCII text of its own.
+    """Write a byte-level BPE in which every id decodes to its own ASCII text.
 
-    A token that were half a UTF-8 character would be held back by streaming detokenizers, and
-    chunks would no longer be tokens; so bytes beyond ASCII have no id here.
+    Streaming detokenizers hold back a token that is part of a UTF-8 character, and then chunks would no
+    longer be tokens; so bytes beyond ASCII have no id here.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -163,7 +163,7 @@ def write_adapters(directory: Path, *, base: Path, num_adapters: int, seed: int,
 
 
 def _peft_config_text(rank: int, *, base: Path) -> str:
-    """Return what PEFT itself writes for this configuration (importing PEFT is slow)."""
+    """Return the config that PEFT itself writes for this rank (importing PEFT is slow)."""
     from tempfile import TemporaryDirectory
 
     from peft import LoraConfig, TaskType
@@ -184,7 +184,7 @@ def _peft_config_text(rank: int, *, base: Path) -> str:
 def _adapter_weights(
     size: Size, rank: int, *, rng: np.random.Generator
 ) -> dict[str, npt.NDArray[np.float32]]:
-    # A keeps the scale of its input and B is small: the delta moves the logits, and they stay finite.
+    # A keeps the scale of its input and B is small: the delta changes the logits, and they stay finite.
     std_a, std_b = size.hidden**-0.5, 0.01
     weights = {}
     for layer in range(size.num_layers):
@@ -196,7 +196,7 @@ def _adapter_weights(
 
 
 def _noise(rng: np.random.Generator, shape: tuple[int, int], *, std: float) -> npt.NDArray[np.float32]:
-    """Uniform noise of this deviation: several times faster to draw than normal, and as good here."""
+    """Return uniform noise of this deviation: several times faster to draw than normal, and as good here."""
     noise = rng.random(shape, dtype=np.float32)
     noise -= np.float32(0.5)
     noise *= np.float32(std * 12**0.5)

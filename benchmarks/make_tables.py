@@ -3,14 +3,14 @@
     python -m benchmarks.make_tables            rewrite the documents that have tables in place
     python -m benchmarks.make_tables --check    exit 1 if a table is not what the results say (`make test`)
 
-A document says where a table goes with a pair of markers; what is between them is replaced:
+A document marks the place of a table with a pair of markers; what is between them is replaced:
 
     <!-- table:cpu-serve -->
     <!-- /table:cpu-serve -->
 
 Results carry fingerprints of the code they were measured on (`benchmarks.sources`). A correctness result that
-is older than its code is not shown as passed. Speed results are shown with their commit, and what has changed
-since is printed.
+is older than its code is not shown as passed. Speed results are shown with their commit, and the changes
+since then are printed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ FLEET: Final = "fleet.json"
 
 @dataclass(frozen=True)
 class Table:
-    """A table, made from the contents of `files`. `if_missing` stands in its place where a file is not there;
-    None if that is an error."""
+    """A table made from the contents of `files`. `if_missing` takes its place if a file is missing; None if
+    that is an error."""
 
     files: tuple[str, ...]
     make: Callable[..., str]
@@ -160,7 +160,7 @@ TABLES: Final[dict[str, Table]] = {
     "twin-engine-cpu-pace": Table((TWIN_CPU,), twin_tables.pace_note),
     "twin-profiles": Table((TWIN_CUDA, TWIN_CPU), twin_tables.profiles_table),
 }
-"""Every table by its name. A result file that is new here also needs a line in `benchmarks.sources`."""
+"""Every table by its name. A new result file also needs a line in `benchmarks.sources`."""
 
 
 def fill(text: str, results: Path) -> str:
@@ -200,7 +200,7 @@ def _read(path: Path) -> Result:
 
 
 def outdated(results: Path) -> Iterator[str]:
-    """Say of each result that is older than its code what has changed since it was measured."""
+    """Yield a note for each result that is older than its code, with the changes since it was measured."""
     for file in dict.fromkeys(file for each in TABLES.values() for file in each.files):
         if not (results / file).is_file():
             continue

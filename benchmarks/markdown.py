@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Result = dict[str, Any]
-"""A result file."""
+"""The contents of a result file."""
 
 
 class TableError(Exception):
-    """A document or a result file that no table can be made from."""
+    """A table cannot be made from a document or a result file."""
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -19,6 +19,6 @@ def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def span(values: Iterable[float], form: str) -> str:
-    """Return the smallest and the largest of the values, or one figure where both read the same."""
+    """Return the smallest and the largest of the values, or one figure if both read the same."""
     found = sorted(values)
     return " to ".join(dict.fromkeys((f"{found[0]:{form}}", f"{found[-1]:{form}}"))) if found else "-"

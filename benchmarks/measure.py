@@ -12,7 +12,7 @@ from loraplex.bench.load import closed_loop
 from loraplex.bench.prompts import PromptSource, uniform_requests
 from loraplex.bench.report import Report, summarize
 
-# Medians are taken of these; every run's full report is kept beside them.
+# Figures to take medians of; every run's full report is kept beside them.
 MEDIAN_OF = (
     "output_tokens_per_s",
     "total_tokens_per_s",
@@ -59,7 +59,7 @@ async def base_model(base_url: str) -> str:
 
 
 def with_median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All runs, and the median over them of the figures worth quoting (failures are summed)."""
+    """Return all runs, and medians over them of the figures worth quoting (failures are summed)."""
     return {
         "num_failed": sum(run["num_failed"] for run in runs),
         "median": {name: round(statistics.median(_pick(run, name) for run in runs), 3) for name in MEDIAN_OF},
@@ -71,5 +71,5 @@ def _pick(run: dict[str, Any], dotted: str) -> float:
     value: Any = run
     for key in dotted.split("."):
         value = None if value is None else value[key]
-    # A run in which everything failed has no latencies; it must not vanish from the median.
+    # A run in which everything failed has no latencies, but must count in the median.
     return float("inf") if value is None else float(value)

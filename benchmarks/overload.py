@@ -1,13 +1,12 @@
-"""Goodput under overload: what is answered in time at twice the rate of the peak, over what is at the peak.
+"""Measure goodput under overload: requests answered in time at twice the peak's rate, over those at the peak.
 
     python -m benchmarks.overload                 # about ten minutes on a quiet machine
 
-A server with a small random model serves requests that come at random times (Poisson), each sent once. One is
-good if it is answered in full and its first token came within the bound. Without `--max-ttft`, rates around
-what the server can do are tried in turn; the one with the most good requests per second is the peak. With it,
-windows at that rate and at twice that rate take turns. Ratios are within one run, since the machine may be
-shared. `--tiny` tries the script itself in seconds, and writes
-nothing unless --out says where.
+A server with a small random model serves requests that arrive at random times (Poisson), each sent once. A
+request is good if it is answered in full and its first token came within the bound. Without `--max-ttft`,
+rates around the server's capacity are tried in turn; the one with the most good requests per second is the
+peak. With it, windows at that rate and at twice that rate take turns. Ratios are within one run, since the
+machine may be shared. `--tiny` tests the script itself in seconds, and writes nothing without --out.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ NUM_ADAPTERS: Final = 16
 PROMPT_TOKENS: Final = (64, 256)
 OUTPUT_TOKENS: Final = (16, 64)
 RATES: Final = (0.6, 0.75, 0.9, 1.0, 1.15)
-"""Around what the server does when as many requests as fit are always there."""
+"""Rates to try, relative to the server's throughput when as many requests as fit are always in flight."""
 OVERLOAD: Final = 2.0
 WARM_UP_SHARE: Final = 0.2
-"""Of a window, at its beginning: requests that come in it do not count."""
+"""Share of a window, at its start, whose requests do not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One request. `ttft_s`: None if it had no token; `total_s`: until its last byte."""
+    """The outcome of one request. `ttft_s`: None if it had no token; `total_s`: until its last byte."""
 
     status: int
     ttft_s: float | None
@@ -59,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How long windows are, and how many requests there are at a time to find out what a server can do."""
+    """The length of windows, and the number of requests in flight to measure a server's capacity."""
 
     window_s: float = 40.0
     num_at_a_time: int = 64
@@ -67,7 +66,7 @@ class Load:
 
 
 def summarized(seen: Sequence[Seen], *, counted_s: float, max_ttft_s: float) -> dict[str, Any]:
-    """Return the figures of all requests that came within so many seconds."""
+    """Return the figures of all requests, which arrived within `counted_s` seconds."""
     good = [each for each in seen if each.is_whole and each.ttft_s is not None and each.ttft_s <= max_ttft_s]
     whole = [each.ttft_s for each in seen if each.is_whole and each.ttft_s is not None]
     refused = [each.total_s for each in seen if each.status == 429]
@@ -100,7 +99,7 @@ class Client:
         self._random = random.Random(seed)
 
     def next_s(self, rate: float) -> float:
-        """Return the seconds until the next request comes."""
+        """Return the seconds until the next arrival."""
         return self._random.expovariate(rate)
 
     async def send(self) -> Seen:
@@ -125,7 +124,7 @@ class Client:
 
 
 async def window(client: Client, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
-    """Requests at this rate for as long as a window lasts, and what became of those after its beginning."""
+    """Send requests at this rate for one window; return the figures of those after its warm-up."""
     begun_s = due_s = time.perf_counter()
     counted: list[asyncio.Task[Seen]] = []
     async with asyncio.TaskGroup() as requests:
@@ -140,7 +139,7 @@ async def window(client: Client, *, rate: float, load: Load, max_ttft_s: float) 
 
 
 async def capacity(client: Client, load: Load) -> float:
-    """Return the requests per second while there are always so many, those that are refused not counted."""
+    """Return the answered requests per second with a constant number in flight; refused ones do not count."""
     until_s = time.perf_counter() + load.window_s
     num_answered = 0
 
@@ -170,7 +169,7 @@ async def _measure(client: Client, rate: float, load: Load, max_ttft_s: float) -
 
 
 async def unbounded(base_url: str, *, load: Load, max_ttft_s: float) -> dict[str, Any]:
-    """Find the peak of a server that refuses nothing, and what is left of it at twice its rate."""
+    """Find the peak of a server that refuses nothing, and its goodput at twice the peak's rate."""
     async with session() as connections:
         client = Client(connections, base_url, seed=1)
         most = await capacity(client, load)
@@ -181,7 +180,7 @@ async def unbounded(base_url: str, *, load: Load, max_ttft_s: float) -> dict[str
 
 
 async def bounded(base_url: str, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
-    """Windows at the rate of the peak and at twice that rate, in turn; the first one is a warm-up."""
+    """Run windows at the peak's rate and at twice that rate, in turn; the first one is a warm-up."""
     at_peak, beyond = [], []
     async with session() as connections:
         client = Client(connections, base_url, seed=2)
@@ -193,8 +192,8 @@ async def bounded(base_url: str, *, rate: float, load: Load, max_ttft_s: float) 
 
 
 def ratio(without: dict[str, Any], bound: dict[str, Any]) -> float:
-    """Return the mean goodput beyond the peak over that at the peak: with the bound or without it, whichever
-    was more."""
+    """Return the mean goodput at overload over that at the peak, with or without the bound, whichever is
+    higher."""
     beyond, at_peak = (
         statistics.fmean(each["goodput_per_s"] for each in bound[name]) for name in ("overload", "peak")
     )

@@ -1,4 +1,4 @@
-"""The pace of a machine that others use as well, while a replay runs on it; the twin's times at that pace."""
+"""Tracks the speed of a shared machine while a replay runs on it, and scales the twin's times by it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ LOOK_EVERY_S: Final = 0.25
 _SETTLE_STEPS: Final = 8
 _LOOK_STEPS: Final = 12
 _FIRST_LOOKS: Final = 25
-"""Before a replay: what the load is set by."""
+"""Number of looks before a replay, by which the load is set."""
 _NEIGHBOURS: Final = 3
-"""Looks before and after a moment by which its pace is told: every number of requests is among them."""
+"""Number of looks before and after a moment that determine its pace: all numbers of requests are among
+them."""
 _LOOKED_AT: Final = (2, 6, 12, 24, 48, 96)
-"""Requests that decode, one number at a time; about as many as the KV cache holds at the most."""
+"""Numbers of decoding requests, one for each look; the last is about the most that the KV cache holds."""
 
 
 class Pace:
-    """How much longer than the profile says steps of serving take, on an engine of their own, by the clock of
-    a replay: it begins with the first step there. Requests come and go as in the workloads, a few at times
-    and many at others. `at_first`: before it."""
+    """Ratios of measured to predicted time of steps on a separate engine, over the time of a replay, which
+    starts with the first look. Requests come and go as in the workloads, with few at times and many at
+    others. `at_first`: the pace before the replay."""
 
     def __init__(self, setting: Setting, profile: CostModel) -> None:
         self._profile = profile
@@ -51,7 +52,7 @@ class Pace:
         self._coming = self._requests(setting)
         self._running: list[str] = []
         self._num_looks = 0
-        for _ in _LOOKED_AT:  # what is done at first use only
+        for _ in _LOOKED_AT:  # warm up
             self._take_steps()
         self.at_first = harmonic_mean(self._take_steps() for _ in range(_FIRST_LOOKS))
         self._began_s: float | None = None
@@ -63,17 +64,17 @@ class Pace:
         self._engine.close()
 
     def figures(self) -> dict[str, list[float]]:
-        """Return every look."""
+        """Return all looks."""
         return {"at_s": self._at_s, "times_the_profile": self._ratios}
 
     def at(self, moment_s: float) -> float:
-        """Return the pace at a moment by the looks before and after it, as a mean of speeds: in a slow moment
-        less work is done."""
+        """Return the pace at a moment from the looks before and after it, as a mean of speeds: in a slow
+        moment less work is done."""
         place = bisect_left(self._at_s, moment_s)
         return harmonic_mean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
 
     def look(self) -> float:
-        """Look, unless the last time was just now, and return the seconds that it took."""
+        """Take a look unless the last one was just now; return the seconds that it took."""
         started_s = time.perf_counter()
         if started_s - self._seen_s < LOOK_EVERY_S:
             return 0.0
@@ -86,7 +87,7 @@ class Pace:
         return self._seen_s - started_s
 
     def _take_steps(self) -> float:
-        """With another number of requests every time; measured over predicted."""
+        """Run steps with another number of requests every time; return measured over predicted seconds."""
         level = _LOOKED_AT[self._num_looks % len(_LOOKED_AT)]
         self._num_looks += 1
         while len(self._running) > level:
@@ -101,7 +102,7 @@ class Pace:
             for output in self._engine.step():
                 if output.finish_reason is not None:
                     self._running.remove(output.request_id)
-            if number >= _SETTLE_STEPS:  # the first find nothing of theirs in the caches
+            if number >= _SETTLE_STEPS:  # the first find none of their data in CPU caches
                 took_s += time.perf_counter() - begun_s
                 assert self._engine.landed is not None
                 features = step_features(self._engine.landed.chunks, self._bytes.__getitem__)
@@ -121,7 +122,7 @@ class Pace:
 
 
 class PacedTimes(CostModelTimes):
-    """The profile's, on a machine that is `slower` just now."""
+    """The profile's times, on a machine that is `slower` at the moment."""
 
     slower = 1.0
 

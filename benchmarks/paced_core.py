@@ -1,6 +1,6 @@
-"""An engine core without a model, which emits tokens at a set pace. Each token says when it was emitted.
+"""An engine core without a model that emits tokens at a set pace. Each token carries the time it was emitted.
 
-For benchmarks of everything in front of engines: what a client sees later than that was added on the way.
+It is for benchmarks of everything in front of engines: any delay that a client sees was added on the way.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ FIRST_TOKEN_S: Final = 0.02
 PACE_S: Final = 0.05
 NUM_TIMES: Final = 16_384
 TICK_S: Final = 1e-4
-"""A token's id is the time in ticks, modulo their number: clocks of processes on one machine are the same."""
+"""Seconds of a tick. A token's id is the time in ticks, modulo NUM_TIMES: processes on one machine share a
+clock."""
 _LONGEST_WAIT_S: Final = 0.001
-"""A new request must not wait for the next token of another one."""
+"""Most seconds of a step, so that a new request does not wait for the next token of another one."""
 
 
 def token_now() -> int:
@@ -29,7 +30,7 @@ def token_now() -> int:
 
 
 def age_s(token_id: int) -> float:
-    """Return how long ago a token was emitted, if it was less than the span of ids ago."""
+    """Return the seconds since a token was emitted, if these are less than the span of ids."""
     return (token_now() - token_id) % NUM_TIMES * TICK_S
 
 
@@ -74,7 +75,7 @@ class PacedCore:
         return bool(self._running)
 
     def step(self) -> Sequence[EngineOutput]:
-        """Wait for the next token that is due, or a moment, and emit what is due."""
+        """Wait for the next due token, but only briefly, and emit all due tokens."""
         next_s = min(each.due_s for each in self._running.values())
         time.sleep(min(max(next_s - time.monotonic(), 0.0), _LONGEST_WAIT_S))
         now_s = time.monotonic()

@@ -1,11 +1,11 @@
-"""Runs a module as a program again and again, without importing again what it needs.
+"""Runs a module as a program repeatedly, with its imports done once.
 
     python benchmarks/preloaded.py MODULE ARG...
 
-The first run, with the arguments given here, is made in this process, so that what it imports stays. Every
-further run is a fork of this process: it shares nothing with the runs before it. Orders are lines of JSON on
-stdin, `{"args": [...], "log": "where its output goes"}`; the answer to each is a line with its exit status.
-Only the standard library is used, since the Python that runs this may be another than the benchmark's.
+The first run, with the arguments given here, is made in this process, so that its imports stay. Every further
+run is a fork of this process: it shares nothing with the runs before it. Commands are lines of JSON on stdin,
+`{"args": [...], "log": "where its output goes"}`; the answer to each is a line with its exit status. Only the
+standard library is used, since the Python that runs this may differ from the benchmark's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def run_module(module: str, args: list[str]) -> None:
 
 def main(module: str, *first_args: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the module prints is no answer
+    os.dup2(2, 1)  # keep the module's output apart from the answers
     try:
         run_module(module, list(first_args))
     except SystemExit as end:

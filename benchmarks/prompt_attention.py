@@ -1,8 +1,8 @@
 """Attention of a prompt's rows over its context: ours beside torch's FlashAttention, cuDNN's through torch,
-and vLLM's FlashAttention where vLLM is installed.
+and vLLM's FlashAttention if vLLM is installed.
 
-Ours and vLLM's read what was cached before from pages; torch's takes keys and values that lie in a row, which
-an engine would have to gather first, and that is not counted. A section of `benchmarks.gpu_engine`.
+Ours and vLLM's read cached keys and values from pages; torch's takes contiguous ones, which an engine would
+have to gather first, and that is not counted. A section of `benchmarks.gpu_engine`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Launch = Callable[[], object]
 
 
 def measure_prompts(shape_names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Microseconds of one layer; None for what is not there or does not take such a shape."""
+    """Return the microseconds of one layer; None for a kernel that is not available or does not take a
+    shape."""
     found = []
     for name in shape_names:
         shape = config_of_shape(name).shape

@@ -25,7 +25,7 @@ class ServerFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """How to start a server. `{port}` in an argument becomes the port."""
+    """The command that starts a server. `{port}` in an argument is replaced by the port."""
 
     args: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class RunningServer:
 
 @contextmanager
 def running(command: ServerCommand, *, log_path: Path, timeout_s: float = 600.0) -> Iterator[RunningServer]:
-    """The server, healthy. On the way out its whole process group is ended, whatever happened."""
+    """Run the server, and yield it once it is healthy. Its whole process group is always ended afterwards."""
     port = free_port()
     args = [arg.replace("{port}", str(port)) for arg in command.args]
     if shutil.which(args[0]) is None:
@@ -55,7 +55,7 @@ def running(command: ServerCommand, *, log_path: Path, timeout_s: float = 600.0)
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group of its own, which is what gets killed
+            start_new_session=True,  # its own process group, which is killed at the end
         )
     try:
         base_url = f"http://127.0.0.1:{port}"
@@ -96,8 +96,8 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float = 15.0) -> None:
     _signal_group(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=grace_s)
-    # Workers can outlive the parent that was asked to stop: the group is killed in any case, and waited
-    # for, since the next engine must not start while this one still gives back its memory.
+    # Workers can outlive their parent: the group is killed in any case, and waited for, since the next
+    # engine must not start before this one has freed its memory.
     deadline_s = time.monotonic() + grace_s
     while _signal_group(process.pid, signal.SIGKILL) and time.monotonic() < deadline_s:
         process.poll()
@@ -105,7 +105,7 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float = 15.0) -> None:
 
 
 def _signal_group(group_id: int, number: signal.Signals) -> bool:
-    """Whether there was still anybody in the group."""
+    """Send a signal, and return whether the group still had any process."""
     try:
         os.killpg(group_id, number)
     except ProcessLookupError:

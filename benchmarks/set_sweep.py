@@ -1,8 +1,8 @@
-"""What sets of requests cost the engine, by the number of requests and the ranks of their adapters.
+"""Measures the costs of sets of requests, by the number of requests and the ranks of their adapters.
 
-The sections `sets` and `padded_sets` of gpu_engine: every set is decoded and its prompts are read, by kernels
-that compute with the ranks as they are and by kernels that pad to the largest rank of the batch. The linear
-forms of CaraServe and Toppings (`loraplex.perf.set_costs`) are fitted to what was measured.
+These are the sections `sets` and `padded_sets` of gpu_engine: every set is decoded and its prompts are read,
+by kernels that compute with each adapter's own rank and by kernels that pad to the largest rank of the batch.
+The linear forms of CaraServe and Toppings (`loraplex.perf.set_costs`) are fitted to the measurements.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from loraplex.perf.set_costs import (
 BATCHES: Final = SWEPT_BATCHES
 RANKS: Final = SWEPT_RANKS
 ADAPTERS: Final = dict.fromkeys(RANKS, max(BATCHES))
-"""Rank -> how many adapters of it there are."""
+"""Rank -> number of adapters."""
 PADDED_ADAPTERS: Final = {8: 64, 16: 16, 32: 16, 64: 32, 128: 64}
-"""A padded adapter is kept in a copy for every rank above its own: 60 GB for these, and the same again on the
-device. Sets for which they are too few are left out."""
+"""Rank -> number of adapters for padding. A padded adapter is kept in a copy for every rank above its own:
+60 GB for these, and as much again on the device. Sets that need more are left out."""
 _OUTPUT_TOKENS: Final = 40
 _PREFILLS: Final = 4
 FORMS: Final = {KernelKind.RANK: RankSetCosts, KernelKind.PADDED: PaddedSetCosts}
@@ -47,7 +47,7 @@ def measure_sets(
     batches: Sequence[int] = BATCHES,
     patterns: Mapping[str, tuple[int, ...]] = SWEPT_PATTERNS,
 ) -> list[dict[str, Any]]:
-    """Measure every set for which there are adapters. `by_rank`: those of each rank that the engine knows."""
+    """Measure every set for which there are enough adapters. `by_rank`: registered adapters by rank."""
     found: list[dict[str, Any]] = []
     for name, ranks in patterns.items():
         for batch in batches:
@@ -80,15 +80,15 @@ def measure_sets(
 
 
 def _take(by_rank: Mapping[int, Sequence[str]], ranks: Sequence[int]) -> tuple[str, ...] | None:
-    """Return a different adapter of each of these ranks; None if there are too few."""
+    """Return a different adapter for each of these ranks; None if there are too few."""
     left = {rank: iter(versions) for rank, versions in by_rank.items()}
     taken = tuple(version for rank in ranks if (version := next(left[rank], None)) is not None)
     return taken if len(taken) == len(ranks) else None
 
 
 def fit(rows: Sequence[Mapping[str, Any]], kernels: KernelKind) -> dict[str, Any]:
-    """Return the linear forms of these kernels that explain the measured sets best, with their qualities: as
-    in the papers, and with something for each request of a decode step."""
+    """Fit the linear forms of these kernels to the measured sets, and return them with their qualities: as in
+    the papers, and with a cost for each request of a decode step."""
     sets = RequestSets(
         num_requests=_column(rows, "num_requests"),
         sum_ranks=_column(rows, "sum_ranks"),

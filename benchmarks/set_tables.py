@@ -1,4 +1,4 @@
-"""The table of what sets of requests cost, from the sections `sets` and `padded_sets` of gpu_engine.json."""
+"""The table of costs of request sets, from the sections `sets` and `padded_sets` of gpu_engine.json."""
 
 from __future__ import annotations
 

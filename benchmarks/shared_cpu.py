@@ -1,11 +1,12 @@
-"""The CPU engine beside other programs: all threads, one thread, and as many as it chooses by itself.
+"""Measure the CPU engine beside other programs: with all threads, one thread, and automatically chosen
+threads.
 
     python -m benchmarks.shared_cpu --work-dir build/benchmarks
 
-Writes results/shared_cpu.json. In-process, on the checkpoint of cpu_serve, first alone and then beside one
-busy program for each core. A run is a new engine that answers one request, so the time it takes to notice the
-other programs is in the figures. Ratios are within this run, the kinds of engine taking turns; `load_before`
-says how busy the machine was before: near 0 on a quiet one.
+Writes results/shared_cpu.json. Runs in-process, on the checkpoint of cpu_serve, first alone and then beside
+one busy program for each core. A run is a new engine that answers one request, so the figures include the
+time it takes to notice the other programs. Ratios are within this run, with the kinds of engine in turn;
+`load_before` says how busy the machine was before: near 0 on a quiet one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _BUSY = f"import time\nend = time.monotonic() + {_BUSY_LIMIT_S}\nwhile time.mono
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """Programs that compute all the time, at our own priority; they end by themselves after ten minutes."""
+    """Run programs that compute all the time, at our own priority; they end by themselves after ten
+    minutes."""
     programs = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         yield
@@ -52,8 +54,8 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 def measure(model: Path, kind: str, *, output_tokens: int, limit_s: float) -> dict[str, float]:
-    """Tokens a second of one request on a new engine, and the threads that its last step had."""
-    import torch  # after loraplex, which sets how its threads wait
+    """Return tokens per second of one request on a new engine, and the number of threads of its last step."""
+    import torch  # after loraplex, which configures how its threads wait
 
     num_threads = {ALL: num_cores(), ONE: 1, AUTO: None}[kind]
     torch.set_num_threads(num_threads or num_cores())
@@ -70,7 +72,7 @@ def measure(model: Path, kind: str, *, output_tokens: int, limit_s: float) -> di
 
 
 def _answer(engine: Engine, request_id: str, *, output_tokens: int, limit_s: float) -> tuple[float, int]:
-    """Seconds and tokens of a request, which is cut off after `limit_s`."""
+    """Return seconds and tokens of a request, which is cut off after `limit_s`."""
     request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(range(1, PROMPT_TOKENS + 1)),
@@ -85,7 +87,7 @@ def _answer(engine: Engine, request_id: str, *, output_tokens: int, limit_s: flo
 
 
 def run(model: Path, *, num_busy: int, repeats: int, output_tokens: int, limit_s: float) -> dict[str, Any]:
-    """All kinds of engine in turn, `repeats` times."""
+    """Measure all kinds of engine in turn, `repeats` times."""
     kinds = (ALL, ONE, AUTO)
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with busy_programs(num_busy):

@@ -1,7 +1,7 @@
-"""Which code each result speaks for, and whether that code has changed since the result was measured.
+"""The code that each result depends on, and whether it has changed since the result was measured.
 
 A script that writes a result stores a fingerprint of every source path listed here for it, under `sources`.
-`benchmarks.make_tables` compares these with the code as it is. Fingerprints need no git history, so they work
+`benchmarks.make_tables` compares these with the current code. Fingerprints need no git history, so they work
 in shallow clones, in archives and after commits were squashed.
 """
 
@@ -21,7 +21,7 @@ _DIGEST_CHARS: Final = 16
 
 _CHECKS: Final = "benchmarks/correctness"
 _STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
-"""What a forward pass is computed by."""
+"""Code that computes a forward pass."""
 _ENGINE_COSTS: Final = "loraplex/perf without twins"
 _ADAPTERS: Final = "loraplex/adapters without registry"
 _BESIDE_ENGINE: Final = (_ADAPTERS, _ENGINE_COSTS, "loraplex/scheduling")
@@ -38,17 +38,17 @@ _TEXT_MODULES: Final = (
     *("stop_strings.py", "text_engine.py", "tokenizer.py"),
 )
 _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    # Checks on a GPU compare token ids and logits. What makes ids of texts and texts of ids runs on a CPU
-    # wherever the engine does, and is tested in CI; a change there must not outdate what a GPU computed.
+    # Checks on a GPU compare token ids and logits. Tokenizing and detokenizing run on a CPU anywhere, and are
+    # tested in CI; a change there must not outdate what a GPU computed.
     _TOKEN_ENGINE: ("loraplex/engine", _TEXT_MODULES),
-    # Which adapters a server has, and from where, is no engine's business.
+    # Engines do not depend on how a server registers its adapters.
     _ADAPTERS: ("loraplex/adapters", ("registry.py", "registry_database.py", "server_mark.py")),
-    # What only twins and fleets ask for costs by; no engine imports it.
+    # Costs that only twins and fleets use; no engine imports these modules.
     _ENGINE_COSTS: (
         "loraplex/perf",
         ("named_profiles.py", "profile_figures.py", "serving_costs.py", "set_costs.py", "slot_profile.py"),
     ),
-    # A simulated fleet neither reads recorded runs nor looks at what commands do with its outcome.
+    # A simulated fleet neither reads recorded runs nor depends on what commands do with its outcome.
     _FLEET_TWIN: (
         "loraplex/twin",
         (
@@ -56,7 +56,7 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
             *("recorded_runs.py", "run_workload.py", "scores.py", "validate.py", "worker_pool.py"),
         ),
     ),
-    # Simulated fleets let everybody in.
+    # Simulated fleets admit every request.
     _OTHER_POLICIES: ("loraplex/fleet", (*_AUTO_MODULES, "admission.py", "first_token.py")),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
@@ -66,17 +66,17 @@ _SHARED_CHECKS: Final = ("check", "checkpoints", "comparing", "driving", "random
 """Modules of the checks that several sections use."""
 _TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
 _COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", "serve_options", "sizes"))
-"""`loraplex serve`; the other commands are no part of a server."""
+"""The modules of `loraplex serve`; the other commands are not part of a server."""
 _SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
 _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benchmarks/preloaded.py")
-"""How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
+"""Code that starts and loads the servers of the HTTP comparison: all of ours that affects vLLM's figures."""
 _BESIDE_TWIN: Final = ("loraplex/scheduling", _ADAPTERS, "loraplex/perf")
 _TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")
 _SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, _OTHER_POLICIES, *AUTO, "loraplex/workload")
 
 
 def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:
-    """Sources of a section that checks whole engines by these modules of its own."""
+    """Return the sources of a section that checks whole engines with these modules."""
     return (*_STEP, *_BESIDE_ENGINE, engine, *(f"{_CHECKS}/{name}.py" for name in (*_SHARED_CHECKS, *names)))
 
 
@@ -144,20 +144,20 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 
 
 def paths_of(file: str, section: str = "*") -> tuple[str, ...]:
-    """Return the sources that a section of a result file speaks for."""
+    """Return the sources that a section of a result file depends on."""
     sections = SPEAKS_FOR[file]
     return sections.get(section, sections["*"])
 
 
 def fingerprints(file: str, section: str = "*", *, root: Path = ROOT) -> dict[str, str]:
-    """Return what a script stores as `sources` beside its figures: path -> fingerprint of it as it is now."""
+    """Return what a script stores as `sources` beside its figures: path -> current fingerprint."""
     return {path: fingerprint(path, root=root) for path in paths_of(file, section)}
 
 
 def sections(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts of a result file that were measured on their own, by name; `*` is the whole file.
+    """Yield the parts of a result file that were measured separately, by name; `*` is the whole file.
 
-    Of a file that keeps every measurement, the latest is the one to judge.
+    For a file that keeps every measurement, yields the latest.
     """
     if "git_commit" in document:
         yield "*", document
@@ -170,9 +170,9 @@ def sections(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
 def changed_since(
     measured: Mapping[str, Any], file: str, section: str = "*", *, root: Path = ROOT
 ) -> list[str] | None:
-    """Return the paths whose code is not what was measured; None if the result does not say what it was.
+    """Return the paths whose code differs from what was measured; None if the result has no fingerprints.
 
-    A path that the result has no fingerprint of counts as changed: the list has grown since.
+    A path without a fingerprint in the result counts as changed: the list has grown since.
     """
     recorded = measured.get("sources")
     if recorded is None:
@@ -183,11 +183,11 @@ def changed_since(
 
 @cache
 def fingerprint(path: str, *, root: Path = ROOT) -> str:
-    """Return a hash of a Python file, or of all in a folder or part of one, without comments, docstrings and
-    blank lines.
+    """Return a hash of a Python file, or of all files in a folder or part of one, without comments,
+    docstrings and blank lines.
 
-    The code itself is hashed as text, not as a syntax tree: trees differ between versions of Python, and a
-    result is often measured under another one than it is checked under.
+    The code is hashed as text, not as a syntax tree: trees differ between versions of Python, and a result is
+    often checked under another version than it was measured under.
     """
     folder, names_left_out = _PARTS.get(path, (path, ()))
     start = root / folder
@@ -203,7 +203,7 @@ def fingerprint(path: str, *, root: Path = ROOT) -> str:
     return digest.hexdigest()[:_DIGEST_CHARS]
 
 
-@cache  # many parts hold the same files
+@cache  # many parts contain the same files
 def _code(source: str) -> str:
     return "\n".join(_code_lines(source))
 
@@ -221,14 +221,14 @@ def _docstring_lines(source: str) -> set[int]:
     lines: set[int] = set()
     for node in _with_statements(ast.parse(source)):
         for previous, statement in _statements(node):
-            # A string after an assignment documents the name; any other one is code that does nothing.
+            # A string after an assignment documents the name; any other one is code without effect.
             if previous is None or isinstance(previous, ast.Assign | ast.AnnAssign):
                 lines.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
     return lines
 
 
 def _with_statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes that may hold statements. Expressions, which most nodes are, hold none."""
+    """Yield all nodes that may hold statements, which expressions, the bulk of nodes, cannot."""
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
@@ -236,7 +236,7 @@ def _with_statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _statements(node: ast.AST) -> Iterable[tuple[ast.stmt | None, ast.Expr]]:
-    """Yield the statements that are just a string, each with the statement before it."""
+    """Yield the statements that consist of a string only, each with the statement before it."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
     previous: ast.stmt | None = None

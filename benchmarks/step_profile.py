@@ -1,9 +1,9 @@
-"""Where the time of a step on the GPU goes: its kernels by kind, and the time in which none runs.
+"""Profile steps on the GPU: the time of kernels by kind, and the time in which none runs.
 
     python -m benchmarks.step_profile             # two minutes on an H200
 
-Writes results/step_profile.json. Kernels are timed by torch's profiler (CUPTI), which sees those of captured
-graphs as well, over steps that an engine runs as it serves; kernels that run side by side both count, so that
+Writes results/step_profile.json. Kernels are timed by torch's profiler (CUPTI), including those of captured
+graphs, over steps that an engine runs as in serving; kernels that run concurrently both count, so that
 kinds may add up to more than the time of the step.
 """
 
@@ -25,7 +25,7 @@ from loraplex.engine.core import Engine
 FILE: Final = "step_profile.json"
 RESULTS: Final = Path(__file__).parent / "results" / FILE
 KINDS: Final = (
-    # a part of a kernel's name, its kind; the first that fits
+    # (part of a kernel's name, its kind); the first match counts
     ("_shrink", "LoRA shrink"),
     ("_expand", "LoRA expand"),
     ("_gather", "LoRA, other"),
@@ -50,7 +50,8 @@ NUM_PROMPTS: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """`batch` requests of `prompt_tokens` each, on as many adapters of a rank and on these linears."""
+    """A profiled case: `batch` requests of `prompt_tokens` each, on as many adapters of a rank and on these
+    linears."""
 
     name: str
     shape: str
@@ -131,7 +132,7 @@ def _measure(engine: Engine, scene: Scene) -> dict[str, Any]:
 
 
 def _profiled(run: Callable[[], int]) -> dict[str, Any]:
-    """Run something that returns how often it was done, and return what one of it took."""
+    """Run something that returns how often it was done, and return the figures of one repetition."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,9 +1,9 @@
-"""What a step costs the host by the context of its requests, with a model so small that a GPU waits for it.
+"""Measures the host's cost of a step by the context of its requests, with a model so small that a GPU waits.
 
-The section `tables` of gpu_engine. Of a step, the part that lists of blocks can slow down is shown by itself:
-building the batch, and filling the block of integers that a graph reads. Each context is measured twice, in
-turns: with block tables kept from step to step, and with tables that are read again from the requests' lists
-of blocks in every step. Requests share all but the end of their prompts, so that the prefix cache spares
+This is the section `tables` of gpu_engine. The part of a step that depends on lists of blocks is reported
+separately: building the batch, and filling the integers that a graph reads. Each context is measured twice,
+in turns: with block tables kept from step to step, and with tables that are read again from the requests'
+lists of blocks in every step. Requests share all but the end of their prompts, so that the prefix cache saves
 computing them; their tables are as long as if they did not.
 """
 
@@ -34,11 +34,12 @@ _MAX_POSITION: Final = 16384
 def measure_tables(
     device: str, *, num_requests: int = 256, contexts: tuple[int, ...] = CONTEXTS, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step, by context. Each context has an engine of its own, freed before the next."""
+    """Return the milliseconds of a step by context. Each context has its own engine, freed before the
+    next."""
     found = []
     for context in contexts:
         found.append(_measure(device, num_requests, context, rounds))
-        # Everything that referred to the engine was local to the call that has returned.
+        # The call that has returned held the only references to the engine.
         release()
     return found
 
@@ -64,7 +65,7 @@ def _measure_engine(engine: Engine, num_requests: int, context: int, rounds: int
             EngineRequest(request_id=f"r{number}", prompt_token_ids=[*prompt, number % 256], params=params)
         )
         if number == 0:
-            _run_until_all_decode(engine, 1)  # the others find its blocks
+            _run_until_all_decode(engine, 1)  # the others hit its blocks in the prefix cache
     _run_until_all_decode(engine, num_requests)
     watch = BuildWatch(engine)
     kept = _Times()
@@ -85,7 +86,7 @@ def _measure_engine(engine: Engine, num_requests: int, context: int, rounds: int
 
 @dataclass(kw_only=True)
 class _Times:
-    """Milliseconds of steps, and of building what they run on."""
+    """Milliseconds of steps, and of building their batches."""
 
     step_ms: list[float] = field(default_factory=list)
     build_ms: list[float] = field(default_factory=list)
@@ -100,7 +101,7 @@ class _Times:
 
 
 class BuildWatch:
-    """Adds up how long an engine builds batches and fills the integers of graphs."""
+    """Sums the time in which an engine builds batches and fills the integers of graphs."""
 
     def __init__(self, engine: Engine) -> None:
         self.builder: BatchBuilder = engine._executor._builder  # type: ignore[attr-defined]
@@ -111,7 +112,7 @@ class BuildWatch:
             self._watch(runner, "_fill")
 
     def take_ms(self) -> float:
-        """Return what was spent since the last call."""
+        """Return the milliseconds spent since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s * 1e3
 

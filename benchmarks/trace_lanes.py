@@ -1,7 +1,7 @@
-"""A profiler's trace of one cold start, as a few lanes of intervals: what a picture needs of it.
+"""Reduces a profiler's trace of one cold start to a few lanes of intervals, for a picture.
 
-The host's marks and the device's work are on one clock, the profiler's. Times are microseconds since the
-arrival of the request.
+The host's marks and the device's work share the profiler's clock. Times are microseconds since the arrival of
+the request.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, Final
 from loraplex.bench.cold_scenarios import LONG_GAP
 
 ARRIVAL, STEP, FIRST_TOKEN, OTHERS_TOKENS = "arrival", "step", "first token", "others' tokens"
-"""Marks of the host. The last one: the requests that were there before got a token each."""
+"""Marks of the host. The last one: the requests that were running before got a token each."""
 
 COPIES, WAITS, COMPUTE = "adapter copies", "waits on the device", "compute"
 WORKER_COPIES, WORKERS = "rows to and from workers", "rows at workers"
 LANES: Final = (COPIES, WAITS, COMPUTE, WORKER_COPIES, WORKERS)
 
 MERGE_US: Final = 20.0
-"""Intervals of a lane that are closer than this are one."""
+"""Intervals of a lane that are closer than this are merged."""
 _ROWS_BYTES: Final = 1 << 18
-"""Copies to the host from this size on carry rows to CPU workers; a step's tokens are far smaller. A kernel
-fetches what comes back."""
+"""Least bytes of a copy to the host that carries rows to CPU workers; a step's tokens are far smaller. A
+kernel fetches what comes back."""
 _ON_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Interval = tuple[float, float]
@@ -51,8 +51,8 @@ class TraceRecord:
 
 
 def read_trace(path: Path) -> list[TraceRecord]:
-    """Of a file that the profiler exported. The file and not the profiler's own events, as it alone says how
-    many bytes a copy has."""
+    """Read a file that the profiler exported; unlike the profiler's own events, it has the bytes of
+    copies."""
     records = []
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         category = event.get("cat")
@@ -74,7 +74,7 @@ def read_trace(path: Path) -> list[TraceRecord]:
 
 
 def timeline_of(records: Sequence[TraceRecord], adapter_bytes: int) -> dict[str, Any]:
-    """What is kept of a trace, as JSON. `adapter_bytes`: of the adapter that was cold."""
+    """Return the parts of a trace that are kept, as JSON. `adapter_bytes`: bytes of the cold adapter."""
     marks: dict[str, list[Interval]] = defaultdict(list)
     for record in records:
         if not record.on_device:
@@ -97,7 +97,7 @@ def timeline_of(records: Sequence[TraceRecord], adapter_bytes: int) -> dict[str,
 
 
 def device_lanes(records: Iterable[TraceRecord], adapter_bytes: int) -> dict[str, list[Interval]]:
-    """What the device did, by lane."""
+    """Return the device's work by lane."""
     ordered = sorted(records, key=lambda record: record.begin_us)
     bus = bus_stream(ordered, adapter_bytes)
     lanes: dict[str, list[Interval]] = {name: [] for name in LANES}
@@ -120,7 +120,7 @@ def device_lanes(records: Iterable[TraceRecord], adapter_bytes: int) -> dict[str
 
 
 def bus_stream(records: Iterable[TraceRecord], adapter_bytes: int) -> int | None:
-    """The stream that brought the adapter: none did if it was there before."""
+    """Return the stream that copied the adapter; None if it was resident before."""
     carried: dict[int | None, int] = defaultdict(int)
     for record in records:
         if "HtoD" in record.name:
@@ -130,7 +130,7 @@ def bus_stream(records: Iterable[TraceRecord], adapter_bytes: int) -> int | None
 
 
 def merged(intervals: Iterable[Interval], closer_than_us: float = MERGE_US) -> list[Interval]:
-    """In order, those that overlap or nearly touch as one."""
+    """Return the intervals in order, with those that overlap or nearly touch merged."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin - found[-1][1] < closer_than_us:
@@ -141,7 +141,7 @@ def merged(intervals: Iterable[Interval], closer_than_us: float = MERGE_US) -> l
 
 
 def pauses(token_times_us: Sequence[float]) -> tuple[float, list[Interval]]:
-    """The usual gap between tokens before the arrival, and the gaps after it that are much longer."""
+    """Return the usual gap between tokens before the arrival, and the gaps after it that are much longer."""
     before = [later - sooner for sooner, later in pairwise(token_times_us) if later <= 0]
     assert before, "too few tokens before the arrival to tell what is usual"
     usual_us = median(before)
@@ -150,7 +150,7 @@ def pauses(token_times_us: Sequence[float]) -> tuple[float, list[Interval]]:
 
 
 def _leaves_or_enters(record: TraceRecord) -> bool:
-    """A copy between host and device."""
+    """Return whether this is a copy between host and device."""
     return "DtoH" in record.name or "HtoD" in record.name
 
 
@@ -159,8 +159,8 @@ def _since(zero_us: float, intervals: Iterable[Interval]) -> list[list[float]]:
 
 
 def calls_within(mark: str, events: Iterable[Any]) -> list[str]:
-    """Of CUDA's runtime, from the beginning of the mark to its end: the profiler itself waits for the device
-    before and behind it."""
+    """Return the CUDA runtime calls from the beginning of the mark to its end: the profiler itself waits for
+    the device before and after it."""
     found = list(events)
     span = next(event.time_range for event in found if event.name == mark)
     return [

@@ -1,4 +1,4 @@
-"""How far the twin is from recorded runs of another engine, and how fast it is.
+"""Measure the twin's errors on recorded runs of another engine, and its speed.
 
     python -m benchmarks.twin speed fleet                                        # on a quiet machine
     python -m benchmarks.twin authors held_out --runs RUNS --fit OTHERS          # a quarter of an hour
@@ -6,11 +6,11 @@
 
 Sections:  speed     one engine for an hour of virtual time
            fleet     60 engines for five minutes
-           authors   the twin of those who recorded the runs, by its predictions in RUNS
-           held_out  ours: RUNS predicted from OTHERS, of which they are left out
+           authors   the twin of the authors of the runs, by its predictions in RUNS
+           held_out  ours: RUNS predicted from OTHERS, without any of RUNS
            halves    OTHERS themselves, each half of their workloads predicted from the other half
 
-Sections that are not named keep what results/twin_validation.json holds of them. It holds scores only, no
+Sections that are not named keep their results in results/twin_validation.json. It holds scores only, no
 recorded figures.
 """
 
@@ -75,7 +75,7 @@ GPU: Final = CostModel(
         rank_bytes=dict.fromkeys(MODULES, 512 << 10),
     ),
 )
-"""About what a 7B model takes on a large GPU; how fast the twin is depends little on it."""
+"""Approximate costs of a 7B model on a large GPU; the twin's speed depends little on them."""
 RESULTS: Final = Path(__file__).parent / "results"
 FILE: Final = "twin_validation.json"
 SECTIONS: Final = ("speed", "fleet", "authors", "held_out", "halves")
@@ -86,7 +86,7 @@ FLEET_ENGINES, FLEET_ADAPTERS, FLEET_RPS, FLEET_S, SKEW = 60, 40_000, 340.0, 300
 
 
 def scores(predictions: Sequence[Prediction], measured: dict[str, Measured]) -> dict[str, Any]:
-    """Return the scores of all runs, by model, and of starved and other runs apart."""
+    """Return the scores of all runs, by model, and of starved and other runs separately."""
     found = report(predictions, measured)
     by_model = {
         model: _brief(report([each for each in predictions if each.setup.model == model], measured))
@@ -110,7 +110,7 @@ def _brief(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str, float], None]) -> dict[str, Any]:
-    """The runs asked for, from all others."""
+    """Predict the given runs from all others."""
     start_s = time.perf_counter()
     fitted = fit_for(runs.setups, [fit], progress=say)
     fit_s = time.perf_counter() - start_s
@@ -120,7 +120,7 @@ def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str, float], None]) -
 
 
 def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str, float], None]) -> dict[str, Any]:
-    """Each half of the workloads (by their rates) from the other: not even the requests were seen."""
+    """Predict each half of the workloads (by their rates) from the other: not even the requests were seen."""
     predictions: list[Prediction] = []
     for half in (0, 1):
         asked = [s for s in runs.setups if s.model in models and s.key in runs.measured and _half(s) == half]
@@ -133,8 +133,8 @@ def _half(setup: RunSetup) -> int:
 
 
 def authors(path: Path, runs: RunsFile) -> dict[str, Any]:
-    """Score the twin of those who recorded the runs, by its predictions in the same file, over the runs that
-    were recorded in full and say how many requests were sent."""
+    """Score the twin of the authors of the runs, by its predictions in the same file, over the runs that were
+    recorded in full and say how many requests were sent."""
     rows = {row["key"]: row for row in csv.DictReader(line for _, line in read_lines(path))}
     pairs = [
         (rows[key], found)
@@ -145,7 +145,7 @@ def authors(path: Path, runs: RunsFile) -> dict[str, Any]:
         "output_throughput": ("dt_output_throughput", lambda found: found.output_tok_s),
         "total_throughput": ("dt_total_throughput", lambda found: found.total_tok_s),
         "itl": ("dt_itl", lambda found: found.itl_s * 1e3),
-        # Their TTFT counts requests that did not complete: it predicts this figure, and not our `ttft`.
+        # Their TTFT counts requests that did not complete: it predicts this figure, not our `ttft`.
         "ttft_all": ("dt_ttft", lambda found: (found.ttft_all_s or 0.0) * 1e3),
     }
 
@@ -162,7 +162,7 @@ def authors(path: Path, runs: RunsFile) -> dict[str, Any]:
 
 
 def speed() -> dict[str, Any]:
-    """One simulated hour of one GPU: 10 requests a second on 128 adapters, by our own scheduler."""
+    """Simulate one hour of one GPU: 10 requests a second on 128 adapters, with our own scheduler."""
     workload = list(_poisson(10.0, HOUR_S, _uniform(128)))
     options = ReplayOptions(num_adapters=128, adapter_bytes=25 << 20)
     took_s = []
@@ -182,8 +182,9 @@ def speed() -> dict[str, Any]:
 
 
 def fleet() -> dict[str, Any]:
-    """Five minutes of 60 GPUs: 340 requests a second on 40,000 adapters of ranks 8 to 64, behind a router
-    that looks at the load of every replica for every request. No adapter is in any host's memory at first."""
+    """Simulate five minutes of 60 GPUs: 340 requests a second on 40,000 adapters of ranks 8 to 64, behind a
+    router that considers the load of every replica for every request. No adapter is in any host's memory at
+    first."""
     workload = list(_poisson(FLEET_RPS, FLEET_S, _skewed(FLEET_ADAPTERS)))
     options = ReplayOptions(num_adapters=FLEET_ADAPTERS, ranks=(8, 16, 32, 64), rank_bytes=(25 << 20) // 16)
     chosen = FleetOptions(num_replicas=FLEET_ENGINES, replay=options, slo=Slo(tpt_s=0.01))
@@ -216,7 +217,8 @@ def _uniform(num_adapters: int) -> Callable[[random.Random], int]:
 
 
 def _skewed(num_adapters: int) -> Callable[[random.Random], int]:
-    """The adapter at place n is asked for in proportion to n to the power of -0.9; places are drawn."""
+    """Draw adapters with probability proportional to n^-0.9 for the adapter at place n; places are
+    shuffled."""
     reached = list(accumulate((place + 1) ** -SKEW for place in range(num_adapters)))
     places = random.Random(1).sample(range(num_adapters), num_adapters)
     return lambda rng: places[bisect(reached, rng.random() * reached[-1], hi=num_adapters - 1)]
@@ -225,7 +227,7 @@ def _skewed(num_adapters: int) -> Callable[[random.Random], int]:
 def _poisson(
     rps: float, duration_s: float, adapter_of: Callable[[random.Random], int]
 ) -> Iterator[WorkloadRequest]:
-    """Prompts and outputs of about 225 and 195 tokens."""
+    """Yield Poisson arrivals with prompts and outputs of about 225 and 195 tokens."""
     rng, now_s = random.Random(0), 0.0
     while (now_s := now_s + rng.expovariate(rps)) < duration_s:
         yield WorkloadRequest(
@@ -248,9 +250,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if set(args.sections) & set(_FROM_RUNS) and not (args.runs and args.fit):
         parser.error(f"{', '.join(_FROM_RUNS)} need --runs and --fit")
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
-    # Speed first: what the process holds later is not this one's.
+    # Speed first: its peak memory must not include that of other sections.
     for name in sorted(args.sections, key=SECTIONS.index):
-        # Looked at first: the code may be edited while this runs.
+        # Taken first: the code may be edited while this runs.
         here = {**environment(("loraplex", "numpy", "numba")), "sources": sources.fingerprints(FILE, name)}
         document[name] = {**here, **_measure(name, args.runs, args.fit)}
         write_whole(args.out, json.dumps(document, indent=1) + "\n")

@@ -1,13 +1,13 @@
-"""How far the twin is from our own engine: the same workloads on both, from idle to overload.
+"""Measure the twin's errors on our own engine: the same workloads on both, from idle to overload.
 
     python -m benchmarks.twin_engine --device cpu|cuda [--profile FILE] [--rounds N] [--out FILE]
 
 The machine is profiled, a GPU once and a CPU before every round, unless a profile is given. In a round, an
-engine with random weights replays five workloads in real time, other ones than in the last, and the twin runs
-them on the profile: of the engine it knows its limits and the sizes of its adapters, nothing of what it did.
-A CPU is used by others as well, and its pace changes: there the replay stands still now and then while
-another engine, which serves requests of its own, takes a few steps, and the twin is told how much longer
-these took than the profile says. Writes results/twin_engine_cpu.json or twin_engine_cuda.json.
+engine with random weights replays five new workloads in real time, and the twin runs them on the profile: it
+knows the engine's limits and the sizes of its adapters, but nothing of the run. A CPU is shared, and its
+speed changes: there the replay pauses now and then while another engine, with its own requests, takes a few
+steps, and the twin is given the ratio of their measured to predicted time. Writes
+results/twin_engine_cpu.json or twin_engine_cuda.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 RESULTS: Final = Path(__file__).parent / "results"
 LOADS: Final = (0.05, 0.4, 0.7, 0.95, 1.3)
-"""Of what the engine can serve, as the twin has it at the machine's pace."""
+"""Loads relative to the engine's capacity, as the twin predicts it at the machine's pace."""
 MAX_STEP_TOKENS: Final = 2048
 BLOCK_SIZE: Final = 16
 _WARM_UP_S: Final = 4.0
@@ -57,7 +57,7 @@ def new_profile(setting: Setting) -> CostModel:
 
 
 def measure(setting: Setting, profiles: Iterable[CostModel]) -> list[dict[str, Any]]:
-    """A round on each."""
+    """Run a round on each profile."""
     engine = build_random_engine(
         RandomEngineOptions(
             shape=setting.shape,
@@ -82,7 +82,7 @@ def measure(setting: Setting, profiles: Iterable[CostModel]) -> list[dict[str, A
 def compare(
     engine: Engine, setting: Setting, profile: CostModel, round_number: int
 ) -> Iterator[dict[str, Any]]:
-    """Each workload on both."""
+    """Run each workload on both, and yield the comparison."""
     vocab_size = vocab_size_of(setting)
     on_cpu = setting.device == "cpu"
     capacity = served_per_s(engine, setting, profile)
@@ -90,7 +90,7 @@ def compare(
     for number, load in enumerate(LOADS):
         versions = register(engine, specs_of(f"round{round_number}-load{number}", setting))
         engine.warm_up()
-        if on_cpu:  # made up, not read: what that takes is nobody's profile
+        if on_cpu:  # weights are generated, not read, and no profile covers that
             bring_in(engine, versions, vocab_size)
         pace = Pace(setting, profile) if on_cpu else None
         per_s = load * (capacity if pace is None else capacity / pace.at_first)
@@ -123,7 +123,7 @@ def compare(
 
 
 def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
-    """What is compiled, captured or allocated at first use is no matter of the twin's."""
+    """Warm up: the twin does not model what is compiled, captured or allocated at first use."""
     versions = register(engine, specs_of("warm", setting))
     if setting.device == "cpu":
         see_sizes(engine, versions, vocab_size_of(setting))
@@ -135,7 +135,7 @@ def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
 
 
 def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
-    """Requests per second at the most, by the twin: of many more than can be served."""
+    """Return the twin's capacity in requests per second, from many more than can be served."""
     flood = list(requests(setting, 2000 / setting.duration_s, seed=99))
     outcome = run_twin(engine, setting, profile, [replace(each, arrival_s=0.0) for each in flood])
     return len(flood) / outcome.duration_s
@@ -148,8 +148,8 @@ def run_twin(
     workload: Sequence[WorkloadRequest],
     pace: Pace | None = None,
 ) -> Outcome:
-    """With the engine's limits; adapters are where `compare` has them when time begins. `pace`: of the
-    machine while the engine had this workload."""
+    """Run the twin with the engine's limits; at the start, adapters are where `compare` has put them. `pace`:
+    of the machine while the engine ran this workload."""
     on_gpu, shape, stats = setting.device == "cuda", config_of_shape(setting.shape).shape, engine.stats()
     engines = OwnEngines(
         profile,
@@ -196,7 +196,7 @@ def figures_of_twin(outcome: Outcome) -> dict[str, float]:
 
 
 def figures_of_live(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """The same, of what was measured."""
+    """Return the same figures of the measured run."""
     assert all(record.ok for record in records)
     num_tokens = sum(record.output_tokens for record in records)
     firsts_s = [record.token_times_s[0] for record in records]
@@ -233,7 +233,7 @@ def main() -> None:
         torch.set_num_threads(1)
     given = None if chosen.profile is None else read_profile(chosen.profile)
     profiles: Iterable[CostModel]
-    if given is not None or setting.device == "cuda":  # which is steady
+    if given is not None or setting.device == "cuda":  # a GPU's speed is steady
         profiles = [given or new_profile(setting)] * chosen.rounds
     else:
         profiles = (new_profile(setting) for _ in range(chosen.rounds))

@@ -1,4 +1,4 @@
-"""The engines and workloads by which the twin is held against our own engine."""
+"""The engines and workloads on which the twin is compared with our own engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LARGEST_SIZE: Final = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """`median_tokens`: of prompts and of outputs, which are spread log-normally. `duration_s`: of the
-    arrivals."""
+    """An engine and its workload. `median_tokens`: of prompts and of outputs, which are spread log-normally.
+    `duration_s`: of the arrivals."""
 
     device: str
     shape: str
@@ -65,7 +65,7 @@ def vocab_size_of(setting: Setting) -> int:
 
 
 def requests(setting: Setting, per_s: float, seed: int) -> Iterator[WorkloadRequest]:
-    """Poisson arrivals, every adapter as likely as any other."""
+    """Yield Poisson arrivals, with all adapters equally likely."""
     rng, now_s = random.Random(seed), 0.0
 
     def length() -> int:
@@ -82,7 +82,7 @@ def requests(setting: Setting, per_s: float, seed: int) -> Iterator[WorkloadRequ
 
 
 def see_sizes(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
-    """The products of a CPU are compiled for every number of rows, when it first comes."""
+    """Run every number of rows once, as a CPU's products are compiled when a number first occurs."""
     for num_rows in range(2, _LARGEST_SIZE):
         version = versions[num_rows % len(versions)]
         engine.add_request(

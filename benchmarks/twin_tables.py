@@ -62,7 +62,7 @@ def fleet_table(result: Result) -> str:
 
 
 def engine_table(result: Result) -> str:
-    """Live, and by the twin in brackets."""
+    """Show the live figures, with the twin's in brackets."""
 
     def beside(each: Result, name: str, digits: int) -> str:
         live, twin = (f"{each[side][name]:,.{digits}f}" for side in ("live", "twin"))
@@ -89,7 +89,7 @@ def engine_table(result: Result) -> str:
 
 
 def mean_workloads(result: Result) -> list[Result]:
-    """Each load's figures and errors, by all rounds."""
+    """Return each load's figures and errors, as means over all rounds."""
 
     def mean_of(load: Sequence[Result], part: str) -> dict[str, float]:
         return {name: fmean(each[part][name] for each in load) for name in load[0][part]}
@@ -106,7 +106,7 @@ def mean_workloads(result: Result) -> list[Result]:
 
 
 def profiles_table(cuda: Result, cpu: Result) -> str:
-    """How well the profiles that the twin ran on predict what they were not fitted to."""
+    """Show how well the profiles that the twin ran on predict held-out samples."""
 
     def line(name: str, result: Result) -> tuple[str, ...]:
         found = [each["profile"]["held_out"] for each in result["rounds"]]

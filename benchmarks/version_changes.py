@@ -1,4 +1,4 @@
-"""What disturbs a fleet that serves: versions come and go, replicas leave, join and are killed."""
+"""Disturbances of a live fleet: versions come and go, replicas leave, join and are killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.version_promises import Change, Listing, Promises, Standing
 SHARES: Final = (0.1, 0.3, 0.5, 0.8)
 _MAX_PREVIOUS: Final = 5
 _PAUSE_S: Final = 0.5
-"""The longest pause of a changer between two changes."""
+"""Longest pause of a changer between two changes, in seconds."""
 _UNLOADED_S: Final = 0.2
 _LIST_S: Final = 2.0
 _LOOK_S: Final = 0.2
@@ -32,20 +32,20 @@ _DRAINED_S: Final = 2.0
 
 
 def error_of(status: int, body: Any) -> str:
-    """Return what an error is counted as: its status, and the code or type that it names."""
+    """Return the key that an error is counted under: its status, and its code or type."""
     error = body.get("error", {}) if isinstance(body, dict) else {}
     return f"{status} {error.get('code') or error.get('type') or 'without a type'}"
 
 
 async def pause(ended: asyncio.Event, seconds: float) -> None:
-    """Wait, but not beyond the end of the run."""
+    """Wait, but no longer than until the end of the run."""
     with suppress(TimeoutError):
         await asyncio.wait_for(ended.wait(), seconds)
 
 
 @dataclass(kw_only=True)
 class Fleet:
-    """A fleet that serves, and what was done to it. `refused`: changes that were answered with an error."""
+    """A live fleet, and what was done to it. `refused`: changes that were answered with an error."""
 
     url: str
     session: aiohttp.ClientSession
@@ -58,7 +58,7 @@ class Fleet:
     num_kills: int = 0
 
     async def call(self, path: str, body: dict[str, Any], request_id: str = "") -> str | None:
-        """Ask for a change; return what it was refused for, if it was."""
+        """Request a change; return the reason if it was refused."""
         headers = {"X-Request-Id": request_id} if request_id else {}
         async with self.session.post(f"{self.url}{path}", json=body, headers=headers) as response:
             if response.status == 200:
@@ -98,8 +98,8 @@ class Fleet:
 class Rollouts:
     """Changes the versions that names stand for: loads, reloads, canaries, promotions, rollbacks, unloads.
 
-    Names of `overwritten` have one folder, whose files are replaced before each reload; of all others every
-    version has a folder of its own.
+    Names of `overwritten` have one folder, whose files are replaced before each reload; for all others every
+    version has its own folder.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Rollouts:
         await self._ask("rollback", Standing(name=name, version=version), {}, audited=version)
 
     async def _unload(self, name: str, next_version: AdapterVersion) -> None:
-        """Unload a name, and load it again soon."""
+        """Unload a name, and load it again soon after."""
         await self._ask("unload", Standing(name=name), {}, audited=None)
         await asyncio.sleep(_UNLOADED_S)
         await self._load("load", name, next_version)
@@ -194,7 +194,7 @@ class Rollouts:
         audited: str | None,
         path: str | None = None,
     ) -> None:
-        """Ask for a change, and record what came of it. `audited`: the new version in its audit line."""
+        """Request a change, and record its outcome. `audited`: the new version in its audit line."""
         fleet, request_id = self._fleet, f"change-{next(self._numbers)}"
         before, began_s = fleet.promises.now(after.name), time.monotonic()
         error = await fleet.call(
@@ -210,7 +210,7 @@ class Rollouts:
         self._remember(verb, before, after)
 
     def _remember(self, verb: str, before: Standing, after: Standing) -> None:
-        """Keep the versions that a name can be rolled back to, the latest first."""
+        """Record the versions that a name can be rolled back to, the latest first."""
         previous = self._previous[after.name]
         if after.version is None:
             previous.clear()
@@ -222,7 +222,7 @@ class Rollouts:
 
 
 def _overwrite(folder: Path, source: Path) -> None:
-    """Put the files of a version in the place of another one's, each at once."""
+    """Replace the files in a folder by those of a version, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(source / file, folder / f"{file}.new")
@@ -236,7 +236,7 @@ async def list_again_and_again(fleet: Fleet, ended: asyncio.Event) -> None:
 
 
 async def change_replicas(fleet: Fleet, num_replicas: int, every_s: float, ended: asyncio.Event) -> None:
-    """Drain, replace, add and remove replicas in turn, every so many seconds."""
+    """Drain, replace, add and remove replicas in turn, every `every_s` seconds."""
     rng, number = random.Random(2), 0
     while True:
         await pause(ended, every_s)
@@ -257,7 +257,7 @@ async def change_replicas(fleet: Fleet, num_replicas: int, every_s: float, ended
 
 
 async def kill_replicas(fleet: Fleet, every_s: float, ended: asyncio.Event) -> None:
-    """Kill a replica every so many seconds, as soon as another one is left that serves."""
+    """Kill a replica every `every_s` seconds, once another one is ready."""
     rng, turns = random.Random(3), Turns()
     while True:
         await pause(ended, every_s)

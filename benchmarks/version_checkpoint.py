@@ -1,9 +1,9 @@
-"""A tiny random model and versions of adapters for it, each of which gives answers of its own.
+"""A tiny random model and versions of adapters for it, each with distinct answers.
 
 Greedy answers are computed by transformers and PEFT. A version is drawn again until its answers to all
 prompts differ from those of every other version and of the base model within the first `SHORT_TOKENS` tokens,
-and no token of them is nearly a tie: whoever computes these answers in float32 gets the same tokens, and
-tokens tell which version made them.
+and no token of them is nearly a tie: any correct computation in float32 gives the same tokens, and the tokens
+tell which version produced them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from loraplex.model.config import load_config
 SHORT_TOKENS: Final = 8
 LONG_TOKENS: Final = 40
 PROMPT_TOKENS: Final = 40
-"""More than a block of the prefix cache, so that versions of one prompt could be mixed up in it."""
+"""Tokens of a prompt: more than a block of the prefix cache, so that versions could be mixed up in it."""
 NUM_PROMPTS: Final = 3
 RANKS: Final = (4, 8, 16)
 MIN_GAP: Final = 1e-3
-"""Between the two highest logits of a token: a hundred times what float32 rounds off here."""
+"""Least gap between the two highest logits of a token: a hundred times the rounding errors of float32
+here."""
 TARGETS: Final = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 Answers = tuple[tuple[int, ...], ...]
@@ -40,7 +41,7 @@ Answers = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterVersion:
-    """One version of an adapter: its content hash, its files, and what it answers to the prompts."""
+    """One version of an adapter: its content hash, its files, and its answers to the prompts."""
 
     version: str
     folder: Path
@@ -49,7 +50,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionCheckpoint:
-    """`versions`: those of each adapter, by its name."""
+    """A base model with prompts and answers, and the versions of each adapter by name."""
 
     base: Path
     prompts: Answers
@@ -58,7 +59,7 @@ class VersionCheckpoint:
 
 
 def version_checkpoint(root: Path, *, num_adapters: int, num_versions: int) -> VersionCheckpoint:
-    """Return the checkpoint in a folder, which is written if it is not there yet."""
+    """Return the checkpoint in a folder; writes it if it is not there yet."""
     done = root / "answers.json"
     if not done.is_file():
         started_s = time.perf_counter()
@@ -130,7 +131,8 @@ def _write_base(folder: Path) -> PreTrainedModel:
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Logits spread as those of a trained model; as transformers begins, nearly all are ties.
+            # Logits spread like those of a trained model; with transformers' initialisation nearly all are
+            # ties.
             parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0.0, 0.12)
     model.save_pretrained(folder)
     write_tokenizer(folder)
@@ -138,7 +140,7 @@ def _write_base(folder: Path) -> PreTrainedModel:
 
 
 def _prompts(model: PreTrainedModel, seeds: count[int]) -> tuple[torch.Tensor, list[list[int]]]:
-    """Return random prompts, and what the base model answers to them."""
+    """Return random prompts, and the base model's answers to them."""
     while True:
         generator = torch.Generator().manual_seed(next(seeds))
         prompts = torch.randint(3, VOCAB_SIZE, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator)
@@ -154,7 +156,7 @@ def _write_version(
     taken: set[tuple[int, ...]],
     seeds: count[int],
 ) -> list[list[int]]:
-    """Write one version whose answers begin like none that is `taken`, and return them."""
+    """Write one version whose answers begin unlike all in `taken`, and return them."""
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
     lora = [(name, each) for name, each in adapted.named_parameters() if "lora_" in name]

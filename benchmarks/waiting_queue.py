@@ -1,10 +1,10 @@
-"""What requests that wait cost the requests that run, and what it takes to cancel one of them.
+"""Measure the cost of waiting requests for running ones, and for cancelling one of them.
 
     python -m benchmarks.waiting_queue
 
-Writes results/waiting_queue.json. The scheduler alone, in-process: 256 requests decode, and many others wait
-for adapters that never come. What counts are ratios within one run, each the median of rounds in which both
-sides take turns, so that a busy machine slows both.
+Writes results/waiting_queue.json. Runs the scheduler alone, in-process: 256 requests decode, and many others
+wait for adapters that never arrive. The results are ratios within one run, each the median of rounds in which
+both sides take turns, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ NUM_TOKENS: Final = 16
 PAGE_BYTES: Final = 1 << 16
 STEP_WAITING: Final = (0, 10, 100, 1_000, 10_000)
 CANCEL_WAITING: Final = (100, 10_000)
-"""Requests that wait, in each of the cases."""
+"""Numbers of waiting requests, in each of the cases."""
 ROUNDS: Final = 30
 STEPS_A_ROUND: Final = 5
 CANCEL_ROUNDS: Final = 5
 
 
 def crowd(num_waiting: int) -> Scheduler:
-    """Running requests, and others that wait for an adapter each. Two of these are being read for good."""
+    """Return a scheduler with running requests, and others that wait for an adapter each. Two of these
+    adapters are being read forever."""
     arena = Arena(num_pages=4096, page_bytes=PAGE_BYTES, block_size=16, host_bytes=1 << 30)
-    # One more than run: admission is tried in every step.
+    # One more than are running: admission is tried in every step.
     scheduler = Scheduler(SchedulerConfig(max_model_len=4096, max_running=NUM_RUNNING + 1), arena)
     for number in range(NUM_RUNNING):
         ask(scheduler, f"running-{number}", None)
@@ -69,7 +70,7 @@ def ask(scheduler: Scheduler, request_id: str, adapter: str | None) -> None:
 
 
 def step(scheduler: Scheduler) -> float:
-    """Decide a step and account for it. Returns the seconds that deciding took."""
+    """Schedule and update a step. Returns the seconds of scheduling."""
     started_s = time.perf_counter()
     plan = scheduler.schedule()
     took_s = time.perf_counter() - started_s
@@ -78,7 +79,7 @@ def step(scheduler: Scheduler) -> float:
 
 
 def steps() -> dict[str, Any]:
-    """The time to decide a step, by how many requests wait."""
+    """Return the time to schedule a step, by number of waiting requests."""
     schedulers = {count: crowd(count) for count in STEP_WAITING}
     took_s: dict[int, list[float]] = {count: [] for count in STEP_WAITING}
     for _ in range(ROUNDS):
@@ -94,7 +95,8 @@ def steps() -> dict[str, Any]:
 
 
 def cancels() -> dict[str, Any]:
-    """The time to cancel a request, the last of the queue first, by how many wait at first."""
+    """Return the time to cancel a request, the last of the queue first, by the initial number of waiting
+    ones."""
     took_us: dict[int, list[float]] = {count: [] for count in CANCEL_WAITING}
     for _ in range(CANCEL_ROUNDS):
         for count in CANCEL_WAITING:

@@ -1,1 +1,1 @@
-"""LoRA adapters: reading, judging, naming, finding and remembering PEFT checkpoints. No torch here."""
+"""LoRA adapters: reading, validating, naming, finding and registering PEFT checkpoints. No torch here."""

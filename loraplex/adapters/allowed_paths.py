@@ -15,11 +15,11 @@ from loraplex.core.errors import PathNotAllowedError
 
 _NUM_ATTEMPTS: Final = 3
 _IS_LINK: Final = (errno.ELOOP, errno.ENOTDIR)
-"""A part of the path has become a symlink since it was resolved, so it must be resolved again."""
+"""Errors that mean: part of the path has become a symlink since it was resolved, so resolve it again."""
 
 
 class AllowedPaths:
-    """Folders the operator opened for loading by path. None opened: every path is refused."""
+    """The folders that the operator opened for loading by path; without any, every path is refused."""
 
     def __init__(self, roots: Iterable[Path]) -> None:
         self._roots = tuple(dict.fromkeys(root.resolve() for root in roots))
@@ -30,10 +30,10 @@ class AllowedPaths:
         return self._roots
 
     def check(self, path: str | Path) -> Path:
-        """The resolved path of an adapter folder, or PathNotAllowedError.
+        """Return the resolved path of an adapter folder, or raise PathNotAllowedError.
 
         Symlinks and `..` are followed first, for the folder and for the two files that will be opened.
-        A relative path is looked for under each root in turn, then in the working directory. The error is the
+        A relative path is searched under each root in turn, then in the working directory. The error is the
         same whether or not the outside path exists, so it cannot be used to probe the disk.
         """
         if not self._roots:
@@ -49,7 +49,7 @@ class AllowedPaths:
         raise _outside(path)
 
     def explain_missing(self, path: str) -> str:
-        """Say that there is no folder at a path, and where a relative one was looked for."""
+        """Return a message that there is no folder at a path, and where a relative path was searched."""
         if not self._roots:
             return "no folder is open for loading"
         if Path(path).is_absolute():
@@ -61,7 +61,8 @@ class AllowedPaths:
         )
 
     def open(self, path: Path) -> FileIO:
-        """Open a file that lies inside at the moment of opening: PathNotAllowedError if it does not.
+        """Open a file that lies inside an allowed folder at the moment of opening, or raise
+        PathNotAllowedError.
 
         `check` alone is not enough: a symlink may be swapped between checking and opening. Here the path is
         resolved, and what it resolves to is opened without following any further link.

@@ -1,7 +1,7 @@
-"""Which base model an adapter says it was trained on, and whether that is the one at hand.
+"""The base model that an adapter says it was trained on, compared with the one being served.
 
-Shapes tell most strangers apart, but not a model from its own fine-tune. A name cannot prove anything
-either: it may be a folder on somebody else's machine. So another name is a warning, and no refusal.
+Shapes tell most models apart, but not a model from its own fine-tune. A name proves nothing either: it may be
+a folder on another machine. So a different name is a warning, not a refusal.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _HUB_SNAPSHOT: Final = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots
 
 
 def short_name(name: str) -> str:
-    """The last part of a path or hub id, empty if there is none; a folder of the hub's cache by its model."""
+    """Return the last part of a path or hub id ("" if there is none); for a folder of the hub's cache, its
+    model."""
     path = name.strip().replace("\\", "/").rstrip("/")
     snapshot = _HUB_SNAPSHOT.search(path)
     return snapshot[1] if snapshot else path.rpartition("/")[2]
 
 
 def comparable_name(name: str) -> str:
-    """The short name without differences of spelling."""
+    """Return the short name in lower case, for comparison."""
     return short_name(name).lower().strip(".")
 
 
 def public_name(model: str) -> str:
-    """What clients call a model by default: a folder's name, not its path, or a hub id."""
+    """Return the name that clients use for a model by default: a folder's name, not its path, or a hub id."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return model
@@ -46,7 +47,7 @@ def public_name(model: str) -> str:
 
 
 def base_names(model: str, *served_as: str) -> frozenset[str]:
-    """All that a base model may be called: as it was given, where its folder really is, as it is served."""
+    """Return all names of a base model: as given, the real path of its folder, as served."""
     names = [model, *served_as]
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -55,7 +56,7 @@ def base_names(model: str, *served_as: str) -> frozenset[str]:
 
 
 def other_base(path: Path, known: frozenset[str], open_file: OpenFile = open_regular) -> str | None:
-    """The base model that the adapter in a folder names, if it names one and it is not this one."""
+    """Return the base model that the adapter in a folder names; None if it names none, or a known one."""
     try:
         with open_checkpoint(path, open_file) as files:
             name = (
@@ -64,7 +65,7 @@ def other_base(path: Path, known: frozenset[str], open_file: OpenFile = open_reg
                 else None
             )
     except (UserError, OSError):
-        return None  # what is wrong with the files is told by those who read the adapter
+        return None  # `read_adapter` reports what is wrong with the files
     if not isinstance(name, str) or comparable_name(name) in ("", *known):
         return None
     return shorten(name, max_chars=_MAX_NAME_CHARS)
@@ -78,7 +79,7 @@ def other_base_warning(other: str, base_model: str) -> str:
 
 
 def name_adapters(names: Sequence[str]) -> str:
-    """The subject of a warning about one or many adapters."""
+    """Return the subject of a warning about one or many adapters."""
     if len(names) == 1:
         return f"adapter {names[0]!r}"
     more = len(names) - _MAX_ADAPTERS_NAMED

@@ -21,7 +21,7 @@ from loraplex.core.errors import AdapterFormatError
 PICKLE_FILE: Final = "adapter_model.bin"
 
 # Kernels stamp files with the time of their last tick (10 ms at most), so two writes within one tick
-# leave the same mtime. A file this young is left alone for the rest of it: then any further write shows.
+# leave the same mtime. Waiting until a file is older than a tick makes any further write visible.
 _MTIME_GRAIN_S: Final = 0.02
 
 
@@ -46,7 +46,7 @@ class _OpenFile:
 
 
 class CheckpointFiles:
-    """Config and weights, open at their beginnings; one that is not there is None and in `problems`."""
+    """Config and weights, open at their beginnings; a missing file is None and reported in `problems`."""
 
     def __init__(self, folder: Path, open_file: OpenFile = open_regular) -> None:
         self._open_file = open_file
@@ -72,7 +72,8 @@ class CheckpointFiles:
         return None if self._weights is None else self._weights.file
 
     def read_config(self) -> bytes:
-        """The config's bytes; at most one more than is allowed, so the caller sees that it is too long."""
+        """Return the config's bytes, at most one more than allowed, so that the caller sees that it is too
+        long."""
         assert self.config is not None, "the caller looked"
         data = b""
         while chunk := self.config.read(MAX_CONFIG_BYTES + 1 - len(data)):
@@ -80,7 +81,7 @@ class CheckpointFiles:
         return data
 
     def check_unchanged(self) -> None:
-        """Raise FilesChangedError unless both files are as they were when they were opened."""
+        """Raise FilesChangedError if either file has changed since it was opened."""
         for each in (self._config, self._weights):
             if each is not None:
                 each.check_unchanged()

@@ -1,4 +1,4 @@
-"""Finding the adapters of a folder: one subfolder each, named after it."""
+"""Finding the adapters in a folder: one subfolder each, whose name is the adapter's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from loraplex.core.errors import AdapterError, InvalidRequestError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Discovery:
-    """`adapters` as (name, path), sorted by name; `notes` says what was skipped and why."""
+    """Adapters found in a folder, as (name, path) sorted by name; `notes` says what was skipped and why."""
 
     adapters: tuple[tuple[str, Path], ...]
     notes: tuple[str, ...]
 
 
 def discover_adapters(folder: Path) -> Discovery:
-    """Every subfolder of `folder` that has an adapter_config.json. Nothing is opened or judged here."""
+    """Return every subfolder of `folder` that has an adapter_config.json. Files are neither opened nor
+    checked."""
     try:
         children = sorted(folder.iterdir())
     except FileNotFoundError:

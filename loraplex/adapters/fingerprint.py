@@ -1,7 +1,7 @@
-"""Whether an adapter's files are still those that were hashed, told from fstat alone.
+"""Detecting from fstat alone that an adapter's files are no longer those that were hashed.
 
 A fingerprint is `WEIGHTS+CONFIG`, each `size-mtime_ns-inode`. A loader compares it with that of the files it
-is about to read, a restart before it trusts a stored spec.
+is about to read, and a restarting server before it trusts a stored spec.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def join_fingerprints(*, weights: os.stat_result, config: os.stat_result) -> str
 
 
 def files_unchanged(spec: AdapterSpec) -> bool:
-    """Whether config and weights on disk are those of the spec; False if either is gone."""
+    """Return whether config and weights on disk are those of the spec; False if either is gone."""
     try:
         weights = os.stat(spec.weights_path)
         config = os.stat(spec.path / CONFIG_FILE)

@@ -1,4 +1,4 @@
-"""Adapters of the Hugging Face hub: found beside folders, fetched whole, and only where that is allowed."""
+"""Adapters from the Hugging Face hub: located, checked against the allowed repositories, and fetched."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 class AllowedRepos:
-    """Patterns of repositories the operator opened for requests, as in `my-org/*`. None: all are refused."""
+    """Patterns of repositories that the operator opened for requests, like `my-org/*`; without any, all are
+    refused."""
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
-        """AdapterError for one that no repository could match."""
+        """Raise AdapterError for a pattern that no repository could match."""
         self._patterns = tuple(patterns)
         for pattern in self._patterns:
             if pattern != "*" and pattern.count("/") != 1:
@@ -36,7 +37,7 @@ class AllowedRepos:
                 )
 
     def check(self, repo: HubRepo) -> None:
-        """PathNotAllowedError unless a pattern matches `owner/name`; every revision of it is meant then."""
+        """Raise PathNotAllowedError unless a pattern matches `owner/name`. All revisions are allowed then."""
         if any(fnmatchcase(repo.repo_id, pattern) for pattern in self._patterns):
             return
         state = "is not open for it" if self._patterns else "is off"
@@ -47,7 +48,8 @@ class AllowedRepos:
 
 
 def locate_adapter(source: str | Path) -> Path | HubRepo:
-    """What a user means by an adapter's source. Whatever is there as a path wins; a Path is never the hub."""
+    """Return the folder or repository that a source means. An existing path wins; a Path is never a
+    repository."""
     path = Path(os.path.expanduser(source))
     if os.path.exists(path) or isinstance(source, Path):
         return path
@@ -58,7 +60,7 @@ def locate_adapter(source: str | Path) -> Path | HubRepo:
 
 
 def neither(no_folder: str) -> str:
-    """Say of a source that is no folder, as `no_folder` says, that it is no repository either."""
+    """Return the message for a source that is neither a folder, as `no_folder` says, nor a repository."""
     return (
         f"{no_folder}, and it is no repository of the Hugging Face hub (owner/name or owner/name@revision) "
         "either"
@@ -66,15 +68,16 @@ def neither(no_folder: str) -> str:
 
 
 def resolve_adapter(source: str | Path) -> Path:
-    """The folder of an adapter given by folder or repository. Downloads in this thread. AdapterError."""
+    """Return an adapter's folder, given by folder or repository. Downloads in this thread. Raises
+    AdapterError."""
     located = locate_adapter(source)
     return fetch_adapter(located) if isinstance(located, HubRepo) else located
 
 
 def fetch_adapter(repo: HubRepo) -> Path:
-    """The folder with an adapter's two files, both whole and of one commit, which is the folder's name.
+    """Return the folder with an adapter's two files, complete and of one commit, which is the folder's name.
 
-    Raises AdapterFetchError if they could not be had, AdapterFormatError if the repository lacks them.
+    Raises AdapterFetchError if they could not be fetched, AdapterFormatError if the repository lacks them.
     """
     try:
         folder = fetch_snapshot(repo, _FILES)
@@ -88,7 +91,7 @@ def fetch_adapter(repo: HubRepo) -> Path:
 
 
 def _incomplete(repo: HubRepo, missing: list[str], files: frozenset[str]) -> AdapterError:
-    """Why a repository has no adapter in it; `files` are all that it has."""
+    """Return why a repository has no adapter in it; `files` lists all its files."""
     if CONFIG_FILE in missing and CONFIG_FILE not in files:
         nested = sorted(name for name in files if name.endswith(f"/{CONFIG_FILE}"))
         hint = (

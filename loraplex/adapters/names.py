@@ -1,4 +1,4 @@
-"""What an adapter may be called."""
+"""Valid adapter names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 def validate_adapter_name(name: str, *, param: str = "name") -> str:
-    """The name itself if it is a good one; InvalidRequestError otherwise.
+    """Return the name if it is valid; raise InvalidRequestError otherwise.
 
     Names appear as the `model` of a request, in URLs and in metric labels. No ':' because requests may
     say `base:adapter`, no '/' because a name is one path segment, no leading dot because of '..'.

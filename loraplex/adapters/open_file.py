@@ -1,4 +1,4 @@
-"""Opening the files of a checkpoint: pipes are not waited for, and symlinks lead nowhere unexpected."""
+"""Opening a checkpoint's files without waiting for pipes, and if required without following symlinks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 OpenFile = Callable[[Path], FileIO]
-"""Opens a regular file for reading. Raises OSError, and what keeps it from opening other files."""
+"""Opens a regular file for reading. Raises OSError, or an error of its own if the path is not allowed."""
 
-# Without O_NONBLOCK, opening a named pipe would wait for a writer for ever; regular files ignore it.
+# Without O_NONBLOCK, opening a named pipe would wait for a writer forever; regular files ignore it.
 _FILE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-# O_PATH, where there is one: passing through a folder needs no permission to list it.
+# O_PATH, if available: passing through a folder needs no permission to list it.
 _FOLDER: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -27,14 +27,14 @@ class NotRegularFileError(OSError):
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a file wherever its symlinks lead."""
+    """Open a file, following symlinks anywhere."""
     return _checked(os.open(path, _FILE), path)
 
 
 def open_beneath(root: Path, inner: Path) -> FileIO:
     """Open `root / inner` without following a symlink below `root`, so the file is inside it for sure.
 
-    A symlink on the way is an OSError (ELOOP or ENOTDIR), also one that was put there a moment ago.
+    A symlink on the way is an OSError (ELOOP or ENOTDIR), even one that was put there a moment ago.
     """
     if not inner.parts:
         raise NotRegularFileError(root)

@@ -1,6 +1,6 @@
 """Applies regular expressions to module names; also a script, so that a slow pattern can be stopped.
 
-Run as a script it reads one JSON object {"patterns": [[regex, full], ...], "keys": [...]} from stdin and
+As a script it reads one JSON object {"patterns": [[regex, full], ...], "keys": [...]} from stdin and
 answers with {"table": ...} or {"failed": [pattern index, reason]}. It imports only the standard library,
 so that it starts in milliseconds.
 """
@@ -23,7 +23,8 @@ class BadPatternError(Exception):
 
 
 def match_all(patterns: Sequence[tuple[str, bool]], keys: Sequence[str]) -> list[list[str | None]]:
-    """table[pattern][key]: None without a match, else the text of the group `idx` ("" if there is none).
+    """Return table[pattern][key]: None without a match, else the text of the group `idx` ("" if there is
+    none).
 
     The flag beside a regex says whether it has to match the whole key or only its beginning.
     """

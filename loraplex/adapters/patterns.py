@@ -1,9 +1,9 @@
-"""Regular expressions that come out of an adapter's config, matched against module names within a time limit.
+"""Matching regular expressions from an adapter's config against module names within a time limit.
 
-A config is data from strangers, and Python's `re` can take years on a 40-character key. Worse, it holds
-the interpreter lock while it does, so a thread with a timeout is no help. A few patterns without
-quantifiers and alternatives are quick and run here; all others run in a short-lived process that can be
-stopped.
+A config is untrusted data, and Python's `re` can take years on a 40-character key. It also holds the
+interpreter lock meanwhile, so a thread with a timeout does not help. Small tables of patterns without
+quantifiers and alternatives are fast and run here; all others run in a short-lived process that can be
+killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _LINEAR = re.compile(r"[\w.\-^$\\]*")
 class Pattern:
     """A regex around `source`, the text of the config field it was made from.
 
-    `full`: it has to match the whole key. If it names a group `idx`, that group is what a match yields.
+    `full`: it has to match the whole key. If it has a group named `idx`, a match yields the text of that
+    group.
     """
 
     field: str
@@ -41,7 +42,7 @@ class Pattern:
 def match_table(
     patterns: Sequence[Pattern], keys: Sequence[str], *, time_limit_s: float = MATCH_TIME_LIMIT_S
 ) -> list[list[str | None]]:
-    """table[pattern][key]: None without a match, else the text of the group `idx` (or "").
+    """Return table[pattern][key]: None without a match, else the text of the group `idx` (or "").
 
     Raises AdapterFormatError, naming the field, for a pattern that is not a regex or takes too long.
     """

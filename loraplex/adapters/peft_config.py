@@ -1,6 +1,6 @@
-"""Parsing and judging adapter_config.json: what is honoured, what has no effect, what is refused.
+"""Parsing and checking adapter_config.json: which fields are honoured, have no effect, or are refused.
 
-Judging never stops at the first problem: it collects every finding, so that a user sees them all at once.
+Checking never stops at the first problem: it collects every finding, so that a user sees them all at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.core.errors import AdapterFormatError
 
 OFF: Final = "off"
-"""The reason of a finding about a feature that the adapter does not use."""
+"""The reason in findings about a feature that the adapter does not use."""
 
 MAX_CONFIG_BYTES: Final = 1_000_000
 MAX_RANK: Final = 1_000_000  # far beyond any layer's width; keeps the arithmetic in range
 
-# What PEFT takes when the field is missing.
+# PEFT's defaults for missing fields.
 _DEFAULT_RANK: Final = 8
 _DEFAULT_ALPHA: Final = 8
 
@@ -39,7 +39,7 @@ _SHOWN_CHARS: Final = 80
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One config field, its value as the config has it, and what is done with it and why."""
+    """One config field, its value in the config, and why it is treated as it is."""
 
     field: str
     value: object
@@ -48,7 +48,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:
-    """The part of a config that decides the result, in PEFT's terms. Hashable, so plans can be cached by it.
+    """The part of a config that decides the result, in PEFT's terms. Hashable, so it can be a cache key for
+    plans.
 
     `target_modules` and `exclude_modules` are a regex (str) or names (tuple). `layers_to_transform` None
     means all layers.
@@ -67,7 +68,8 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigVerdict:
-    """`settings` is None when a field that decides the result could not be understood."""
+    """The findings about a config; `settings` is None if a field that decides the result could not be
+    parsed."""
 
     honoured: tuple[Finding, ...]
     no_effect: tuple[Finding, ...]
@@ -76,7 +78,7 @@ class ConfigVerdict:
 
 
 def parse_config(raw: bytes) -> dict[str, object]:
-    """The JSON object in the bytes of an adapter_config.json; AdapterFormatError if there is none."""
+    """Return the JSON object in the bytes of an adapter_config.json; AdapterFormatError if there is none."""
     if len(raw) > MAX_CONFIG_BYTES:
         raise AdapterFormatError(
             f"{CONFIG_FILE} has more than {MAX_CONFIG_BYTES} bytes; it is not a LoRA config"
@@ -131,7 +133,7 @@ def judge_config(config: Mapping[str, object]) -> ConfigVerdict:
 
 
 def show(value: object) -> str:
-    """A config value as short JSON text."""
+    """Return a config value as short JSON text."""
     try:
         return shorten(json.dumps(value), max_chars=_SHOWN_CHARS)
     except RecursionError:  # nested almost as deeply as the parser allows
@@ -139,7 +141,7 @@ def show(value: object) -> str:
 
 
 def shorten(text: str, *, max_chars: int) -> str:
-    """Text from a checkpoint, fit for a message: cut to length, without control characters."""
+    """Return text from a checkpoint made fit for a message: cut to length, without control characters."""
     text = text if len(text) <= max_chars else text[: max_chars - 3] + "..."
     return text if text.isprintable() else ascii(text)
 
@@ -287,7 +289,7 @@ class _SettingsReader:
         return ()
 
     def _check_layer_choice(self, settings: LoraSettings) -> None:
-        """The combinations PEFT itself refuses to load."""
+        """Refuse the combinations that PEFT itself refuses to load."""
         if isinstance(settings.target_modules, str):
             for field in ("layers_to_transform", "layers_pattern"):
                 if not is_off(self._config.get(field)):

@@ -67,7 +67,7 @@ REFUSED_UNLESS_OFF: Final[Mapping[str, str]] = {
     "kasa_config": "KaSA truncates the base weights; merge the adapter into its base instead",
     "megatron_config": "Megatron's parallel layers are not served; convert the checkpoint to plain PEFT",
 }
-"""Fields that ask for something not served, with what to do about it; null, false or empty is fine."""
+"""Fields that ask for an unsupported feature, with the fix; null, false or empty is accepted."""
 
 BIAS_OFF: Final = "none"
 
@@ -75,10 +75,10 @@ PLAIN_INITS: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """String values of init_lora_weights after which a checkpoint is still a delta on the original base."""
 
 BASE_CHANGING_INITS: Final = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""Beginnings of the values after which it is not: they subtract the initial B A from the base weights
+"""Prefixes of the values after which it is not: they subtract the initial B A from the base weights
 (pissa, olora, corda, lora_ga) or quantize them (loftq)."""
 
 
 def is_off(value: object) -> bool:
-    """Whether a value is null, false or empty. 0 is none of these."""
+    """Return whether a value is null, false or empty. 0 is none of these."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)

@@ -1,6 +1,6 @@
-"""Reading a PEFT checkpoint: judge the config, check every tensor, hash the content.
+"""Reading a PEFT checkpoint: check the config, check every tensor, hash the content.
 
-`read_adapter` is the way to an AdapterSpec; `inspect_adapter` tells all there is to tell about a checkpoint.
+`read_adapter` returns an AdapterSpec or raises; `inspect_adapter` reports every finding about a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loraplex.core.shape import ModelShape
 _MAX_THREADS: Final = 8
 _NUM_ATTEMPTS: Final = 2
 
-# Part of every hash: a change of the canonical form must not look like the same version.
+# Part of every hash, so that a change of the canonical form yields different versions.
 _HASH_DOMAIN: Final = b"loraplex-adapter-1\0"
 
 
@@ -41,7 +41,7 @@ _HASH_DOMAIN: Final = b"loraplex-adapter-1\0"
 class AdapterReport:
     """All findings about one checkpoint. It is servable exactly if `spec` is not None.
 
-    `modules` and `tensors` are as far as they could be determined.
+    `modules` and `tensors` hold whatever could be determined.
     """
 
     path: Path
@@ -54,8 +54,9 @@ class AdapterReport:
 
 
 def read_adapter(path: Path, shape: ModelShape, *, open_file: OpenFile = open_regular) -> AdapterSpec:
-    """A validated adapter. Raises AdapterError: AdapterFormatError names the field or tensor,
-    AdapterMismatchError says that the adapter belongs to another base; and what `open_file` raises."""
+    """Return a validated adapter. Raises AdapterError: AdapterFormatError names the field or tensor,
+    AdapterMismatchError says that the adapter belongs to another base. Also raises what `open_file`
+    raises."""
     report = inspect_adapter(path, shape, open_file=open_file)
     if report.spec is None:
         raise _as_one(report.refusals)
@@ -69,7 +70,7 @@ def read_adapters(
     num_threads: int | None = None,
     open_file: OpenFile = open_regular,
 ) -> list[AdapterSpec | UserError]:
-    """Read many at once; the result has, for each path in order, its spec or the error."""
+    """Read many adapters in threads; return each path's spec or error, in order."""
     if num_threads is None:
         num_threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))  # some wait for the disk
 
@@ -84,7 +85,8 @@ def read_adapters(
 
 
 def inspect_adapter(path: Path, shape: ModelShape, *, open_file: OpenFile = open_regular) -> AdapterReport:
-    """Everything about a checkpoint, with every problem in `refusals`. Does not raise for bad input."""
+    """Return all findings about a checkpoint, with every problem in `refusals`. Does not raise for bad
+    input."""
     path = path.absolute()
     for _ in range(_NUM_ATTEMPTS):
         try:
@@ -128,7 +130,7 @@ def _inspect_open(path: Path, files: CheckpointFiles, shape: ModelShape) -> Adap
         except AdapterFormatError as exc:
             refusals.append(exc)
     if header is not None:
-        # Where nothing is targeted every tensor would look wrong; the reason for that is refused already.
+        # If nothing is targeted, every tensor would look wrong; the cause is among the refusals already.
         if plan is not None and plan.modules:
             refusals += check_tensors(header.tensors, plan, shape)
         version, nonfinite = _scan(files, header, b"" if plan is None else plan.canonical)
@@ -158,7 +160,7 @@ def _inspect_open(path: Path, files: CheckpointFiles, shape: ModelShape) -> Adap
 def _scan(
     files: CheckpointFiles, header: WeightsHeader, canonical_config: bytes
 ) -> tuple[str | None, AdapterFormatError | None]:
-    """The content hash, and the error about numbers that are not finite."""
+    """Return the content hash, and the error about numbers that are not finite."""
     assert files.weights is not None, "there is a header, so there is a file"
     if any(info.dtype not in SUPPORTED_DTYPES for info in header.tensors.values()):
         return None, None  # already refused for the dtype, and not readable as floats
@@ -170,7 +172,7 @@ def _scan(
 
 
 def _as_one(refusals: Sequence[AdapterError]) -> AdapterError:
-    """One error for all refusals: a new one, since those of a plan are shared with other adapters."""
+    """Return one error for all refusals: a new one, since those of a plan are shared with other adapters."""
     first, *others = refusals
     message = str(first)
     if others:

@@ -1,4 +1,4 @@
-"""The names of adapters and the versions they stand for, kept across restarts."""
+"""The registry: adapter names and the versions they stand for, kept across restarts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PUT_IF_LATEST: Final = (
 
 
 class _Row(NamedTuple):
-    """An entry as the database has it."""
+    """A row of the database."""
 
     base_model: str
     name: str
@@ -74,7 +74,7 @@ class _Row(NamedTuple):
 class NameState(NamedTuple):
     """A name's row without its spec. `loaded_at_s` tells two changes to the same version apart.
 
-    Comparing the states of thousands of names takes a fraction of reading their specs.
+    Comparing the states of thousands of names takes a fraction of the time of reading their specs.
     """
 
     version: str
@@ -86,13 +86,14 @@ class NameState(NamedTuple):
     previous: str
 
     def has(self, spec: AdapterSpec, rollout: Rollout) -> bool:
-        """Tell whether the name stands for this version already, with these others."""
+        """Return whether the name already stands for this version, with this canary and these previous
+        versions."""
         others = canary_to_json(rollout.canary), previous_to_json(rollout.previous)
         return self.version == spec.version and (self.canary, self.previous) == others
 
 
 class Origin(StrEnum):
-    """Who gave an adapter its name: a folder or adapter the server was started with, or a call of the API."""
+    """The origin of an adapter's name: a folder or adapter the server was started with, or an API call."""
 
     FOLDER = "folder"
     API = "api"
@@ -100,7 +101,9 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegistryEntry:
-    """A name and the version it stands for, with its other ones. `loaded_at_s` is in seconds since 1970.
+    """A name, the version it stands for, and its canary and previous versions.
+
+    `loaded_at_s` is in seconds since 1970.
 
     `source` is the repository and commit that the files were fetched from; None if they are the user's own.
     """
@@ -114,7 +117,8 @@ class RegistryEntry:
 
 
 def base_model_key(model: str, shape: ModelShape) -> str:
-    """Return what entries are kept under: a model's id or path, and its shape, as a path may hold another."""
+    """Return the key of a base model's entries: its id or path, and a hash of its shape, since a path may
+    come to hold another model."""
     digest = hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()
     return f"{model}@{digest[:16]}"
 
@@ -122,14 +126,13 @@ def base_model_key(model: str, shape: ModelShape) -> str:
 class AdapterRegistry:
     """Entries of one base model. Safe for several threads, and for several processes on one state folder.
 
-    A name points to exactly one version, by one row that all servers on the state folder share and that any
-    of them changes. A change is written only if the name still is what the server that asks for it has last
-    seen, in the same transaction: of two changes at once through two servers, one is done and the other
-    learns of it. Every method raises StorageError when the disk does not play along, and then nothing has
-    changed.
+    A name points to exactly one version, in one row that all servers on the state folder share and may
+    change. A change is written only if the name is still what the asking server has last seen, in the same
+    transaction: of two concurrent changes through two servers, one succeeds and the other is reported to have
+    failed. Every method raises StorageError on a disk or database failure, and then nothing has changed.
 
-    If the folder or its database is deleted or replaced, it is made again by the next call, with all the
-    entries that this server knows.
+    If the folder or its database is deleted or replaced, the next call makes it again, with all the entries
+    that this server knows.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class AdapterRegistry:
         self._lock = threading.RLock()
         self._looked_at: object = None
         self._is_closed = False
-        # What is put back if the folder is lost: every name, as this may be the last server to know it.
+        # Rows to restore if the folder is lost: every name, as this may be the last server that knows it.
         self._known: dict[str, _Row] = {}
         _make_folder(state_dir)
         with ExitStack() as stack, translated_errors(self._path):
@@ -159,14 +162,14 @@ class AdapterRegistry:
 
     @property
     def namesakes(self) -> list[tuple[int, str]]:
-        """Other running servers whose base model has the shape of this one's and another name, which may be a
-        mistake: process id and name of each."""
+        """Process id and model name of other running servers whose base model has the same shape but another
+        name, which may be a mistake."""
         return self._mark.namesakes()
 
     def has_changed(self) -> bool:
         """Return whether another server may have changed a name since the last call; True the first time.
 
-        Two calls of stat and a look at a counter in shared memory, if nothing has.
+        If nothing changed, this costs two stat calls and a look at a counter in shared memory.
         """
         with self._lock, translated_errors(self._path):
             if self._is_closed:
@@ -177,14 +180,14 @@ class AdapterRegistry:
             return before != self._looked_at
 
     def states(self) -> dict[str, NameState]:
-        """Return what the registry has of every name."""
+        """Return the state of every name."""
         with self._lock, translated_errors(self._path):
             self._ensure_in_place()
             rows = self._connection.execute(_STATES, [self._base_model]).fetchall()
         return {name: NameState(*state) for name, *state in rows}
 
     def look_up(self, name: str) -> tuple[NameState, RegistryEntry] | None:
-        """Return what the registry has of one name."""
+        """Return one name's state and entry; None if the registry does not have it."""
         with self._lock, translated_errors(self._path):
             self._ensure_in_place()
             row = self._find(name)
@@ -196,18 +199,18 @@ class AdapterRegistry:
         return None if found is None else found[1]
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted(self.states())
 
     def all(self) -> list[RegistryEntry]:
-        """All entries, sorted by name."""
+        """Return all entries, sorted by name."""
         with self._lock, translated_errors(self._path):
             self._ensure_in_place()
             rows = self._read()
         return [_entry_of(self._path, row) for row in rows]
 
     def has_version(self, version: str) -> bool:
-        """Return whether any name stands for a version, or has it on trial."""
+        """Return whether any name stands for a version or has it as its canary."""
         with self._lock, translated_errors(self._path):
             self._ensure_in_place()
             [found] = self._connection.execute(_HAS_VERSION, [self._base_model, version, version]).fetchone()
@@ -222,7 +225,7 @@ class AdapterRegistry:
         source: HubRepo | None = None,
         rollout: Rollout = NO_OTHERS,
     ) -> None:
-        """Make the name stand for this version and have these others, whatever it had before."""
+        """Make the name stand for this version with this rollout, whatever it had before."""
         with self._lock:
             row = self._make_row(name, spec, origin, source, rollout)
             self._write(lambda: self._connection.execute(_PUT, row))
@@ -237,10 +240,11 @@ class AdapterRegistry:
         sources: Mapping[str, HubRepo | None] | None = None,
         rollouts: Mapping[str, Rollout] | None = None,
     ) -> dict[str, NameState]:
-        """`put` for the names that are as in `seen`, or as they are to be, in one transaction; returns what
-        these are now. A name without source is a user's folder; one without rollout has no other versions.
+        """Put names in one transaction, each only if its state is still as in `seen`, or is already the one
+        wanted.
 
-        A name that is not in the result was changed by another server, and was left alone.
+        Returns the new states. A name that is missing from the result was changed by another server and is
+        left alone. A name without a source is a user's folder; one without a rollout has no other versions.
         """
 
         def put_rows() -> list[_Row]:
@@ -260,17 +264,18 @@ class AdapterRegistry:
         return {row.name: _state_of(row) for row in rows}
 
     def remove(self, name: str) -> bool:
-        """Forget a name, whatever it is by now; returns whether it was there."""
+        """Remove a name, whatever its state; returns whether it was there."""
         with self._lock:
             cursor = self._write(lambda: self._connection.execute(_REMOVE, [self._base_model, name]))
             self._note(name, None)
         return cursor.rowcount > 0
 
     def remove_unless_shared(self, names: Sequence[str]) -> Sequence[str]:
-        """Forget names in one transaction, but none while another server runs, which may serve them; returns
-        those that are gone.
+        """Remove names in one transaction, unless another server is running, which may serve them; returns
+        the removed names.
 
-        A server marks the folder before it reads the registry, so one that starts just now sees the change.
+        A server marks the folder before it reads the registry, so a server that is just starting sees the
+        change.
         """
 
         def remove_rows() -> Sequence[str]:
@@ -312,19 +317,20 @@ class AdapterRegistry:
         return None if row is None else _Row(*row)
 
     def _read(self) -> list[_Row]:
-        """Return all rows, sorted by name, and know them from now on."""
+        """Return all rows, sorted by name, and remember them."""
         rows = [_Row(*row) for row in self._connection.execute(_OF_BASE, [self._base_model])]
         self._known = {row.name: row for row in rows}
         return rows
 
     def _note(self, name: str, row: _Row | None) -> None:
-        """Know a name's row from now on; None if it has none."""
+        """Remember a name's row; None if it has none."""
         self._known.pop(name, None)
         if row is not None:
             self._known[name] = row
 
     def _write(self, change: Callable[[], T]) -> T:
-        """Run `change` in a transaction on the database that is at the path, and still is afterwards."""
+        """Run `change` in a transaction on the database at the path, again if the file was replaced
+        meanwhile."""
         with self._lock, translated_errors(self._path):
             for _ in range(_NUM_ATTEMPTS):
                 self._ensure_in_place()
@@ -352,16 +358,16 @@ class AdapterRegistry:
         return None not in self._identity and file_identity(self._path) == self._identity
 
     def _ensure_in_place(self) -> None:
-        """Make the folder and the database again if somebody took them away, with all that is known here."""
+        """Make the folder and the database again, with all known rows, if they were deleted or replaced."""
         if self._is_in_place():
             return
-        # Closed first: SQLite keeps a log that was deleted under a database that is still there.
+        # Close first: SQLite keeps using a deleted write-ahead log while its database is still there.
         self._connection.close()
         _make_folder(self._state_dir)
         self._connection = connect(self._path)
         self._mark.renew()
         rows = list(self._known.values())
-        # Another server may have put its entries back before, and changed some since: the latest are right.
+        # Another server may have restored its entries and changed some since: the latest win.
         self._transact(lambda: self._connection.executemany(_PUT_IF_LATEST, rows))
         self._read()
         self._identity = file_identity(self._path)
@@ -384,7 +390,8 @@ def _make_folder(state_dir: Path) -> None:
 
 
 def read_registry(state_dir: Path) -> list[tuple[str, RegistryEntry]]:
-    """Every entry of a state folder with its base model's key; StorageError if it holds no registry."""
+    """Return every entry of a state folder with its base model's key; StorageError if it holds no
+    registry."""
     path = state_dir / DATABASE_FILE
     if not path.is_file():
         raise StorageError(f"no {DATABASE_FILE} in {state_dir}; is it the state folder of a server?")

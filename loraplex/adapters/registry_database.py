@@ -1,8 +1,8 @@
-"""The SQLite file under the registry: opening it, its schema, and its failures in words.
+"""The registry's SQLite file: opening it, its schema, and its errors explained.
 
 WAL mode: readers in other processes never wait for a writer, and a killed process leaves nothing half
 written. synchronous=FULL: registering is rare and one transaction takes any number of adapters, so an
-fsync each is cheap, and an adapter that was reported as loaded is still there after a power cut.
+fsync each is cheap, and an adapter that was reported as loaded is still there after a power failure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ CREATE TABLE adapters (
 )
 """
 _UPGRADES: Final[Mapping[int, Sequence[str]]] = {
-    # Schema 1 did not say where an entry came from; what nobody gave a folder for must not be lost.
+    # Schema 1 did not record the origin. Entries that no folder brings back must not be lost, so assume the
+    # API.
     1: ("ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAULT 'api'",),
     # Up to schema 2 all adapters were folders of the user.
     2: ("ALTER TABLE adapters ADD COLUMN source TEXT",),
@@ -58,7 +59,7 @@ _UPGRADES: Final[Mapping[int, Sequence[str]]] = {
         "ALTER TABLE adapters ADD COLUMN canary TEXT",
         "ALTER TABLE adapters ADD COLUMN previous TEXT NOT NULL DEFAULT '[]'",
     ),
-    # In schemas 5 and 6 each server had a row of its own for a name (column `writer`, since 4). Of several,
+    # In schemas 5 and 6 each server had its own row for a name (column `writer`, since 4). Of several rows
     # the last one inserted stays: one of the API, since folders are found again, and of those the latest.
     6: (
         "ALTER TABLE adapters RENAME TO old",
@@ -70,12 +71,12 @@ _UPGRADES: Final[Mapping[int, Sequence[str]]] = {
         "DROP TABLE old",
     ),
 }
-"""What brings each schema to the next one, where there is anything to do."""
+"""Statements that upgrade each schema to the next one; schemas without an entry need none."""
 
 
 @contextmanager
 def translated_errors(path: Path) -> Iterator[None]:
-    """SQLite's errors as StorageError, with the fix."""
+    """Raise SQLite's errors as StorageError, with the fix."""
     try:
         yield
     except sqlite3.Error as exc:
@@ -83,7 +84,8 @@ def translated_errors(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open or make the database and bring it to the current schema. Raises sqlite3.Error or StorageError."""
+    """Open or create the database and upgrade it to the current schema. Raises sqlite3.Error or
+    StorageError."""
     connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         _prepare(connection, path)
@@ -94,7 +96,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def file_identity(path: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Which files the database and its write-ahead log are; None for one that is not there."""
+    """Return device and inode of the database and its write-ahead log; None for a missing file."""
     return tuple(_identity(file) for file in (path, path.with_name(f"{path.name}-wal")))
 
 
@@ -107,7 +109,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    connection.execute("BEGIN")  # one look: another server may make the table between two
+    connection.execute("BEGIN")  # one snapshot: another server may make the table between the two reads
     [num_tables] = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     [application_id] = connection.execute("PRAGMA application_id").fetchone()
     connection.execute("COMMIT")
@@ -142,8 +144,10 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> str:
-    """Turn the write-ahead log on. Where two servers do so to a new file, SQLite refuses one of them at once,
-    whatever its timeout is."""
+    """Turn on the write-ahead log and return the journal mode.
+
+    If two servers do so on a new file, SQLite refuses one of them at once, whatever its timeout: try again.
+    """
     until_s = time.monotonic() + _BUSY_TIMEOUT_S
     while True:
         try:
@@ -152,11 +156,11 @@ def _write_ahead(connection: sqlite3.Connection) -> str:
         except sqlite3.OperationalError as error:
             if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
                 raise
-            time.sleep(0.01)  # SQLite tells nobody when the other one is done
+            time.sleep(0.01)  # SQLite has no notification of when the other server is done
 
 
 def _primary_code(error: sqlite3.Error) -> int:
-    """Return SQLite's result code without the details that extended ones have; 0 if it has none."""
+    """Return SQLite's primary result code, without the extended part; 0 if the error has no code."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF
 

@@ -1,4 +1,4 @@
-"""The versions of a name beside the one it stands for: one on trial, and those it stood for before.
+"""The other versions of a name, beside its stable one: a canary, and previous versions.
 
 load with a share ──▶ canary ──promote──▶ stable ──the next promote or load──▶ previous, latest first
                          └────abort────▶ gone        ▲────────────roll back────────────┘
@@ -20,9 +20,9 @@ _HASH_BYTES: Final = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRef:
-    """A version and where its files are, or were: nothing says that they are still there.
+    """A version and the folder of its files, which may be gone by now.
 
-    `source` is the repository and commit that they were fetched from; None if they are the user's own.
+    `source` is the repository and commit that the files were fetched from; None if they are the user's own.
     """
 
     version: str
@@ -36,7 +36,7 @@ class VersionRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """A version on trial, and the share of its name's requests that it answers, between 0 and 1."""
+    """A canary version, and the share of its name's requests that it answers, between 0 and 1."""
 
     ref: VersionRef
     share: float
@@ -44,18 +44,18 @@ class Canary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """`previous` has the last versions that the name stood for before the present one, latest first."""
+    """A name's canary, and the versions that it stood for before the present one, latest first."""
 
     canary: Canary | None = None
     previous: tuple[VersionRef, ...] = ()
 
 
 NO_OTHERS: Final = Rollout()
-"""Of a name that has had one version only."""
+"""The rollout of a name that has had one version only."""
 
 
 def moved_on(previous: tuple[VersionRef, ...], old: VersionRef, new_version: str) -> tuple[VersionRef, ...]:
-    """Return the previous versions of a name that moves from one to a new one, by a load or a promotion."""
+    """Return the previous versions of a name after a load or promotion moves it to a new version."""
     if old.version == new_version:
         return previous
     left = [ref for ref in previous if ref.version not in (old.version, new_version)]
@@ -63,16 +63,18 @@ def moved_on(previous: tuple[VersionRef, ...], old: VersionRef, new_version: str
 
 
 def moved_back(previous: tuple[VersionRef, ...], version: str) -> tuple[VersionRef, ...]:
-    """Return the previous versions of a name that moves back to one of them. What came after that one is not
-    remembered: to roll back once more leads further back, not forth again."""
+    """Return the previous versions of a name after it is rolled back to one of them.
+
+    Versions after that one are dropped: another rollback leads further back, not forward again.
+    """
     return previous[[ref.version for ref in previous].index(version) + 1 :]
 
 
 def takes_canary(name: str, version: str, share: float, key: str) -> bool:
-    """Return whether a request goes to the canary, by a hash of what identifies it or its user.
+    """Return whether a request goes to the canary, by a hash of the key that identifies it or its user.
 
-    Of many keys exactly the share do in the long run. One key is always answered by the same version, and
-    when the share grows those that the canary answers stay with it. Another canary has other keys.
+    In the long run exactly this share of keys does. One key is always answered by the same version, and when
+    the share grows, keys on the canary stay there. Another canary gets other keys.
     """
     digest = hashlib.sha256("\0".join((name, version, key)).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:_HASH_BYTES]) < share * 2.0 ** (8 * _HASH_BYTES)
@@ -87,7 +89,8 @@ def previous_to_json(previous: tuple[VersionRef, ...]) -> str:
 
 
 def rollout_from_json(canary: str | None, previous: str) -> Rollout:
-    """Raises ValueError, KeyError or TypeError on other text than the two functions above write."""
+    """Return the rollout that the two functions above wrote; ValueError, KeyError or TypeError on other
+    text."""
     stored = None if canary is None else json.loads(canary)
     return Rollout(
         canary=None if stored is None else Canary(ref=_ref_from_dict(stored), share=float(stored["share"])),

@@ -1,6 +1,6 @@
-"""Which servers use a state folder now: each keeps a locked file in it.
+"""Detecting which servers use a state folder: each keeps a locked file in it.
 
-The lock goes with the process, however that ends, so a file that can be locked belongs to a dead server.
+The lock ends with the process, however that ends, so a file that can be locked belongs to a dead server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUFFIX: Final = ".lock"
 
 
 class ServerMark:
-    """This server's file."""
+    """The lock file of this server."""
 
     def __init__(self, state_dir: Path, base_model: str) -> None:
         self._folder = state_dir / MARKS_FOLDER
@@ -31,7 +31,7 @@ class ServerMark:
         self.renew()
 
     def renew(self) -> None:
-        """Make the file again, after the folder was lost."""
+        """Make the file again after the folder was lost. Raises StorageError."""
         self._release()
         temporary = self._path.with_suffix(".new")
         try:
@@ -39,7 +39,7 @@ class ServerMark:
             self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(self._fd, json.dumps({"base_model": self._base_model}).encode())
-            os.rename(temporary, self._path)  # locked before anybody can find it
+            os.rename(temporary, self._path)  # locked before other servers can find it
         except OSError as exc:
             raise StorageError(
                 f"the state folder cannot be marked as in use ({self._path}: {exc.strerror}); "
@@ -47,15 +47,15 @@ class ServerMark:
             ) from exc
 
     def others(self) -> list[int]:
-        """Process ids of other servers of the same base model that use the state folder now.
+        """Return the process ids of other servers of the same base model that use the state folder now.
 
-        One whose file cannot be read, such as that of another user, counts as such a server: what it may
-        serve must not be forgotten on a guess.
+        A server whose file cannot be read, such as another user's, counts as one of them: names that it may
+        serve must not be removed.
         """
         return [pid for pid, base_model in self._running() if base_model in (self._base_model, None)]
 
     def namesakes(self) -> list[tuple[int, str]]:
-        """Process id and model of each other server whose base model has the shape of this one's and another
+        """Return process id and model of each other server whose base model has the same shape but another
         name, which may be a mistake."""
         own_name, _, own_shape = self._base_model.rpartition("@")
         found = []
@@ -71,10 +71,11 @@ class ServerMark:
         self._release()
 
     def _running(self) -> Iterator[tuple[int, str | None]]:
-        """Process id and base model of each other server that is running; None if its file does not say."""
+        """Yield process id and base model of each other running server; None if its file does not say
+        which."""
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             if path != self._path and _is_locked(path):
-                with contextlib.suppress(FileNotFoundError):  # it has ended just now
+                with contextlib.suppress(FileNotFoundError):  # it ended just now
                     yield int(path.name.partition("-")[0]), _read_base_model(path)
 
     def _release(self) -> None:
@@ -84,7 +85,7 @@ class ServerMark:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a server's file is locked, or cannot be opened; those of dead servers are removed."""
+    """Return whether a server's file is locked or cannot be opened; remove it if its server is dead."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +93,7 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may be asking the same
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other servers may be checking it too
     except OSError:
         return True
     else:

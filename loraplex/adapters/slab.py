@@ -1,7 +1,7 @@
-"""Where each weight of an adapter lies in its one contiguous block of memory.
+"""The slab layout: the position of each weight in an adapter's one contiguous block of memory.
 
-Layers follow each other; within a layer, groups of linears that share an input; within a group first
-the stacked A's, (rank, in) each, then every B transposed, (rank, out). The size is that of the weights
+A slab is ordered by layer, then by group of linears that share an input; within a group come first the
+stacked A's, (rank, in) each, then every B transposed, (rank, out). The size is that of the weights
 themselves: nothing is padded to a common rank.
 """
 
@@ -17,11 +17,12 @@ from loraplex.core.modules import GROUPS
 from loraplex.core.shape import ModelShape
 
 _ALIGNMENT = 16
-"""Elements; 64 bytes in float32. Vector loads never cross a cache line without need."""
+"""Alignment of matrices, in elements (64 bytes in float32), so that vector loads cross no cache line
+needlessly."""
 
 
 class ModuleSlot(NamedTuple):
-    """One module's place in the slab, in elements, and in its group.
+    """One module's position in the slab, in elements, and in its group.
 
     Its A is rows [rank_start, rank_start + rank) of the group's stack; its outputs begin at column
     `out_start` of the group's stacked output.
@@ -38,8 +39,8 @@ class ModuleSlot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlabLayout:
-    """`layers[i]` maps group name -> slots of the targeted modules, in stacking order. `shape` is that of the
-    model it is laid out for."""
+    """An adapter's layout for a model of `shape`. `layers[i]` maps group name -> slots of the targeted
+    modules, in stacking order."""
 
     shape: ModelShape
     layers: tuple[dict[str, tuple[ModuleSlot, ...]], ...]
@@ -65,7 +66,7 @@ def slab_layout(spec: AdapterSpec, shape: ModelShape) -> SlabLayout:
 
 
 def slab_gaps(layout: SlabLayout) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of a slab that no weight lies in, in elements: what aligns the next matrix."""
+    """Yield the gaps of a slab, as (start, end) in elements: padding that aligns the next matrix."""
     for slots in (slots for groups in layout.layers for slots in groups.values()):
         first = slots[0]
         ends = [first.a_start + sum(slot.lora.rank for slot in slots) * first.in_features]
@@ -76,13 +77,13 @@ def slab_gaps(layout: SlabLayout) -> Iterator[tuple[int, int]]:
 
 
 def touched_groups(spec: AdapterSpec) -> frozenset[str]:
-    """Groups of linears that an adapter changes in any layer."""
+    """Return the groups of linears that an adapter changes in any layer."""
     touched = {lora.module for lora in spec.modules}
     return frozenset(group for group, modules in GROUPS.items() if not touched.isdisjoint(modules))
 
 
 class _Linear(NamedTuple):
-    """Its outputs begin at column `out_start` of its group's."""
+    """A linear whose outputs begin at column `out_start` of its group's stacked output."""
 
     module: str
     in_features: int
@@ -91,7 +92,7 @@ class _Linear(NamedTuple):
 
 
 def _stacked(modules: tuple[str, ...], shape: ModelShape) -> list[_Linear]:
-    """The linears of a group, in stacking order."""
+    """Return the linears of a group, in stacking order."""
     widths = [shape.out_features(module) for module in modules]
     starts = accumulate(widths, initial=0)
     return [

@@ -1,4 +1,4 @@
-"""A validated adapter: what it changes, by how much, and where its weights lie."""
+"""A validated adapter: the modules it changes, with rank and scale, and the folder of its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdapterSpec:
 
     `version` is the content hash of config and weights. `modules` is sorted by (layer, module index).
     `num_params` counts the LoRA parameters that will be resident (A and B of every module).
-    `fingerprint` tells cheaply whether the files are still those that were hashed (adapters.fingerprint).
+    `fingerprint` is a cheap check that the files are still those that were hashed (adapters.fingerprint).
     """
 
     version: str

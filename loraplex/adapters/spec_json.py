@@ -11,7 +11,8 @@ from loraplex.core.modules import MODULE_INDEX, MODULES
 
 
 def spec_to_json(spec: AdapterSpec) -> str:
-    """Compact: modules as [layer, module index, rank, scale]; tensor names follow from the first two."""
+    """Return compact JSON: modules as [layer, module index, rank, scale]; tensor names follow from the first
+    two."""
     return json.dumps(
         {
             "version": spec.version,
@@ -27,7 +28,7 @@ def spec_to_json(spec: AdapterSpec) -> str:
 
 
 def spec_from_json(text: str) -> AdapterSpec:
-    """The inverse of `spec_to_json`. Raises ValueError, KeyError, TypeError or IndexError on other text."""
+    """Invert `spec_to_json`. Raises ValueError, KeyError, TypeError or IndexError on other text."""
     stored = json.loads(text)
     return AdapterSpec(
         version=stored["version"],

@@ -1,4 +1,4 @@
-"""Which linears a config targets, with what rank and scale: PEFT's matching rules over a base's module names.
+"""The linears that a config targets, with rank and scale: PEFT's matching rules over a base's module names.
 
 The rules (PEFT's check_target_module_exists and get_pattern_key), for a module name such as
 `model.layers.3.self_attn.q_proj`:
@@ -36,7 +36,7 @@ Number = TypeVar("Number", int, float)
 TENSOR_PREFIX: Final = "base_model.model."
 ALL_LINEAR: Final = "all-linear"
 
-# Linears and embeddings that PEFT would wrap but that are not served.
+# Linears and embeddings that PEFT would wrap but that are not supported here.
 _UNSERVED = {"lm_head": "the output head (lm_head)", "model.embed_tokens": "the embeddings (embed_tokens)"}
 
 # PEFT takes the first numbered segment as the layer index.
@@ -47,10 +47,10 @@ _MAX_SCALE: Final = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetPlan:
-    """What a config asks for on one base model. Shared between adapters of the same config.
+    """The modules that a config targets on one base model. Shared between adapters of the same config.
 
     `tensor_shapes` has every tensor the checkpoint must hold, as [rows, columns]. `canonical` is the
-    effective config (rank and scale of every module) as bytes: equal exactly if the results are.
+    effective config (rank and scale of every module) as bytes: equal exactly if the effective configs are.
     """
 
     modules: tuple[LoraModule, ...]
@@ -62,21 +62,21 @@ class TargetPlan:
 
 
 def tensor_names(layer: int, module: str) -> tuple[str, str]:
-    """The names PEFT saves a linear's A and B under."""
+    """Return the names under which PEFT saves a linear's A and B."""
     stem = f"{TENSOR_PREFIX}{module_path(layer, module)}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def plan_targets(settings: LoraSettings, shape: ModelShape) -> TargetPlan:
-    """Resolve a config against a base. Problems are in `refusals`; nothing is raised."""
+    """Resolve a config against a base. Problems are in `refusals`; this never raises AdapterError."""
     try:
         return _plan_targets(settings, shape)
     except AdapterFormatError as exc:
         return _plan((), shape, (), (exc,))
 
 
-# Adapters of one training recipe share their config. A pattern that failed to match in time raises, and
-# so is not cached: it may have been the machine that was slow.
+# Adapters of one training recipe share their config. A pattern that took too long raises, so it is not
+# cached: the machine may just have been slow.
 @lru_cache(maxsize=512)
 def _plan_targets(settings: LoraSettings, shape: ModelShape) -> TargetPlan:
     places = tuple(product(range(shape.num_layers), MODULES))
@@ -154,13 +154,14 @@ def _matching(field: str, regex: str, keys: Sequence[str]) -> set[str]:
 
 
 def _with_suffix(names: Sequence[str], keys: Sequence[str]) -> set[str]:
-    """The keys that end in "." and one of the names. By lookup, as a config may list thousands of names."""
+    """Return the keys that end in "." and one of the names. Uses a set, as a config may list thousands of
+    names."""
     lookup = set(names)
     return {key for key in keys if not lookup.isdisjoint(_suffixes(key))}
 
 
 def _suffixes(key: str) -> list[str]:
-    """`a.b.c` -> `b.c`, `c`."""
+    """Return the suffixes after each dot: `a.b.c` -> `b.c`, `c`."""
     parts = key.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
@@ -188,7 +189,7 @@ def _by_pattern(
     wanted: Sequence[tuple[tuple[int, str], str]],
     default: Number,
 ) -> tuple[list[Number], tuple[Finding, ...]]:
-    """The value of each wanted module, and a note for each pattern that decided nothing."""
+    """Return the value of each wanted module, and a note for each pattern that decided none."""
     patterns = [Pattern(field=field, source=name, regex=rf"(.*\.)?({name})$") for name, _ in pattern_values]
     table = match_table(patterns, [key for _, key in wanted])
     values = [default] * len(wanted)

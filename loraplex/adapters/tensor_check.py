@@ -1,4 +1,4 @@
-"""Every tensor of a checkpoint against every tensor its config calls for: all differences, grouped."""
+"""Comparing a checkpoint's tensors with those its config calls for: all differences, grouped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FOREIGN_TENSORS: Final = (
 def check_tensors(
     tensors: Mapping[str, TensorInfo], plan: TargetPlan, shape: ModelShape
 ) -> list[AdapterError]:
-    """All that is wrong with the set of tensors, their types and shapes; empty if they are as planned."""
+    """Return all problems with the set of tensors, their types and shapes; empty if they are as planned."""
     problems = _Problems()
     for name, info in tensors.items():
         if info.dtype not in SUPPORTED_DTYPES:
@@ -58,7 +58,7 @@ def check_tensors(
 
 
 class _Problems:
-    """Differences by kind; one error each, with the first tensor named and the others counted."""
+    """Differences grouped by kind: one error each, which names the first tensor and counts the others."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[type[AdapterError], str, str | None], list[str]] = {}

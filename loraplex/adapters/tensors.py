@@ -1,10 +1,10 @@
-"""The weights file: its header, its hash, and the check that every number in it is finite.
+"""The weights file: its header, its hash, and the check that all numbers in it are finite.
 
 File layout (safetensors): 8 bytes header length n, little-endian; n bytes of JSON; the tensors' data,
 without gaps or overlaps.
 
-Data is read, not mapped: a mapped file that is cut short while it is looked at kills the process with
-SIGBUS, and a file that somebody is still copying is exactly what this code has to survive.
+Data is read, not mapped: if a mapped file is truncated while in use, SIGBUS kills the process, and files that
+are still being copied are exactly what this code must survive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FileCutShortError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FloatFormat:
-    """A float type seen as integers of its size; from the bits of infinity upwards there are only NaNs."""
+    """A float type viewed as integers of its size; bit patterns above infinity's are all NaNs."""
 
     signed: npt.DTypeLike
     unsigned: npt.DTypeLike
@@ -55,15 +55,18 @@ class _FloatFormat:
     infinity_bits: int
 
     def has_nonfinite(self, chunk: memoryview) -> bool:
-        """Two maxima without temporaries: as signed integers the positive floats are in order, as
-        unsigned ones the negative floats come last and are in order of magnitude."""
+        """Return whether a chunk holds an infinity or NaN.
+
+        Takes two maxima without temporaries: as signed integers the positive floats are in order; as unsigned
+        ones the negative floats come last, in order of magnitude.
+        """
         sign_bit = 1 << (8 * self.num_bytes - 1)
         if np.frombuffer(chunk, dtype=self.signed).max() >= self.infinity_bits:
             return True
         return bool(np.frombuffer(chunk, dtype=self.unsigned).max() >= self.infinity_bits | sign_bit)
 
     def first_nonfinite(self, chunk: memoryview) -> int:
-        """Byte offset of the first infinity or NaN of a chunk that has one."""
+        """Return the byte offset of the first infinity or NaN of a chunk that has one."""
         bits = np.frombuffer(chunk, dtype=self.unsigned)
         return int(np.argmax((bits & self.infinity_bits) == self.infinity_bits)) * self.num_bytes
 
@@ -105,9 +108,9 @@ class WeightsHeader:
 def read_header(file: FileIO) -> WeightsHeader:
     """Validate an open file with the safetensors library, then parse the header.
 
-    `file` is at its beginning and is left at the first byte of the data. The library takes a path: that of
-    the descriptor, as another file may have taken the place of the one that is open.
-    Raises AdapterFormatError for anything that is not a sound safetensors file.
+    `file` is at its beginning and is left at the first byte of the data. The library is given the
+    descriptor's path, since the file at the original path may have been replaced. Raises AdapterFormatError
+    for anything that is not a sound safetensors file.
     """
     try:
         with safe_open(f"/dev/fd/{file.fileno()}", framework="numpy"):
@@ -118,9 +121,9 @@ def read_header(file: FileIO) -> WeightsHeader:
 
 
 def parse_header(file: FileIO) -> WeightsHeader:
-    """The same of a file that was found sound before. Whoever reads its data looks at what it says.
+    """Parse the header of a file that was validated before. Data offsets are not checked again here.
 
-    Raises FileCutShortError if the file is shorter than its header.
+    Raises FileCutShortError if the file is shorter than its header, AdapterFormatError if that is damaged.
     """
     length_bytes = _read_exactly(file, HEADER_LENGTH_BYTES)
     length = int.from_bytes(length_bytes, "little")
@@ -142,7 +145,8 @@ def parse_header(file: FileIO) -> WeightsHeader:
 
 
 def scan_data(file: FileIO, header: WeightsHeader, hashes: Hash) -> AdapterFormatError | None:
-    """Read all data once: feed it to `hashes` and find infinities and NaNs; the error names the first.
+    """Read all data once: feed it to `hashes` and return an error that names the first infinity or NaN, if
+    any.
 
     Every dtype must be one of SUPPORTED_DTYPES. Raises FileCutShortError if the data end too early.
     """
@@ -161,7 +165,7 @@ def scan_data(file: FileIO, header: WeightsHeader, hashes: Hash) -> AdapterForma
 
 
 def _segments(header: WeightsHeader) -> Iterator[tuple[int, int, str]]:
-    """Runs of adjoining tensors of one dtype, in file order: usually one for the whole file."""
+    """Yield (begin, end, dtype) of runs of adjoining tensors of one dtype, in file order: usually one run."""
     in_order = sorted(
         (each for each in header.tensors.values() if each.num_bytes), key=lambda each: each.begin
     )

@@ -1,1 +1,1 @@
-"""Load client, reports and plots: what `loraplex bench` runs against any OpenAI-compatible server."""
+"""Load client, reports and plots of `loraplex bench`, for any OpenAI-compatible server."""

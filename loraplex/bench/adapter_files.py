@@ -1,4 +1,4 @@
-"""Adapters with random weights as PEFT saves them, for benchmarks of what begins on a disk."""
+"""Writes adapters with random weights as PEFT saves them, for benchmarks that load from disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK_OF = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn"
 def save_random_adapters(
     folder: Path, shape: ModelShape, dtype: torch.dtype, *, count: int, rank: int, modules: Sequence[str]
 ) -> list[AdapterSpec]:
-    """Each in a folder of its own, with a weight that is its alone."""
+    """Save adapters, each in its own folder and with one weight that differs from all others."""
     tensors = {}
     for layer in range(shape.num_layers):
         for module in modules:

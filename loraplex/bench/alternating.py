@@ -1,4 +1,4 @@
-"""Times several things side by side, so that a machine that slows down slows all of them."""
+"""Times several cases in alternation, so that a machine that slows down affects all of them alike."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from statistics import median
 from typing import Final
 
 Timed = Callable[[], float]
-"""Does something once and returns its seconds, without what it takes to prepare it."""
+"""Runs a case once and returns its seconds, without preparation."""
 _NEIGHBOURS: Final = 4
-"""Measurements before and after one by which the machine's pace is told."""
+"""Number of measurements before and after one that tell the machine's speed at that time."""
 _ROUNDS: Final = 8
 
 
@@ -25,15 +25,17 @@ def time_alternating(
     report: Callable[[float], None] = lambda done: None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """What each takes at the machine's usual pace. All run once before time counts (kernels compile, graphs
-    are captured, pages are touched), then all in turn, in another order every time. `report` gets the share
-    of the time that is over."""
+    """Return the seconds that each case takes at the machine's usual speed.
+
+    All cases run once untimed (kernels compile, graphs are captured, pages are touched), then all in turn, in
+    another order every time. `report` is called with the share of the total time that has passed.
+    """
     taken: list[tuple[int, float]] = []
     order, shuffled = list(range(len(cases))), Random(0)
     turns = TurnTimes(len(cases), num_rounds=repeats + 1)
     with quiet_collector():
         for repeat in range(repeats + 1):
-            # Cases come sorted by size. Shuffled, the first of them tell what all will take.
+            # Cases come sorted by size. In random order, the first of them predict the total time.
             shuffled.shuffle(order)
             for index in order:
                 started_s = now_s()
@@ -45,8 +47,11 @@ def time_alternating(
 
 
 class TurnTimes:
-    """The share of the time that is over while cases take turns, by what each took the last time, with what
-    it takes to prepare it. A case that did not run yet is taken for the mean of those that did."""
+    """Estimates the share of the total time that has passed while cases take turns.
+
+    Uses each case's last duration, with preparation; a case that has not run yet is assumed to take the mean
+    of the others.
+    """
 
     def __init__(self, num_cases: int, *, num_rounds: int) -> None:
         self._runs_left = [num_rounds] * num_cases
@@ -54,7 +59,7 @@ class TurnTimes:
         self._spent_s = 0.0
 
     def share_after(self, case: int, took_s: float) -> float:
-        """Count a run of the case, and return the share of the time of all runs that is over."""
+        """Record a run of the case, and return the share of the total time that has passed."""
         self._last_s[case] = took_s
         self._runs_left[case] -= 1
         self._spent_s += took_s
@@ -64,11 +69,11 @@ class TurnTimes:
 
 
 def at_usual_pace(taken: Sequence[tuple[int, float]], num_cases: int) -> list[float]:
-    """The seconds of each case, from (case, seconds) in the order of time.
+    """Return the seconds of each case, from (case, seconds) in order of time.
 
-    On a machine that is shared, others take a part of it for a while, and all that is measured meanwhile is
-    slower by about the same factor: by how much its neighbours in time are over their own usual. Without that
-    factor, the median of each.
+    On a shared machine, other programs use part of it for a while, and all measurements meanwhile are slower
+    by about the same factor: the factor by which the neighbours in time exceed their own usual. The result is
+    the median of each case after dividing by that factor.
     """
     logs_of: list[list[float]] = [[] for _ in range(num_cases)]
     for case, took_s in taken:
@@ -86,14 +91,14 @@ def at_usual_pace(taken: Sequence[tuple[int, float]], num_cases: int) -> list[fl
 
 
 def undisturbed(shots_s: Sequence[float]) -> float:
-    """Of a few measurements of the same, one right after the other: the lower quartile. Whatever else the
-    machine does in between only ever adds to them."""
+    """Return the lower quartile of a few consecutive measurements of the same case. Interference from other
+    programs only ever adds to them."""
     return sorted(shots_s)[len(shots_s) // 4]
 
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """No collection of garbage in the middle of a step; what is built by now is not looked at again."""
+    """Turn garbage collection off, so that none runs in the middle of a step; existing objects are frozen."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -58,7 +58,8 @@ def encode_request(*, model: str, prompt_token_ids: list[int], output_tokens: in
 
 
 class CompletionClient:
-    """Connections to one server, kept alive and reused (`keep_alive`). An async context manager."""
+    """A client of one server, with connections kept alive and reused (`keep_alive`). An async context
+    manager."""
 
     def __init__(
         self,
@@ -97,9 +98,10 @@ class CompletionClient:
         await self._session.close()
 
     async def complete(self, request: BenchRequest, *, arrival_s: float | None = None) -> RequestRecord:
-        """Send the request and read its stream to the end. Never raises for what the server did.
+        """Send the request and read its stream to the end. Server and connection errors are recorded, not
+        raised.
 
-        `arrival_s` is when the request was due, if that is not now.
+        `arrival_s` is the time the request was due; None means now.
         """
         if arrival_s is None:
             arrival_s = self.clock()
@@ -115,7 +117,7 @@ class CompletionClient:
         return self._record(request, tally, arrival_s)
 
     async def base_model(self) -> str:
-        """The first model that is not an adapter (an adapter names its parent)."""
+        """Return the first model that is not an adapter (an adapter names its parent). Raises BenchError."""
         try:
             async with self._session.get(f"{self._root}/v1/models") as response:
                 body = await response.read()
@@ -144,9 +146,10 @@ class CompletionClient:
             tally.close()
 
     def _no_server(self, error: aiohttp.ClientConnectorError) -> str:
-        """Return the message with the system's own reason: asyncio replaces it by addresses it has tried."""
+        """Return a message with the system's own reason, which asyncio replaces by the addresses it has
+        tried."""
         found, number = error.os_error, error.os_error.errno
-        if number is None or isinstance(found, socket.gaierror):  # names are not found by errors of their own
+        if number is None or isinstance(found, socket.gaierror):  # name lookups have their own numbers
             return no_server(self._root, found)
         return no_server(self._root, f"[Errno {number}] {os.strerror(number)}")
 

@@ -19,7 +19,7 @@ class Distribution:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Distribution | None:
-        """None when there are no samples: zero would read as a measurement."""
+        """Return None without samples: zero would read as a measurement."""
         if not samples:
             return None
         p50, p95, p99 = (float(value) for value in np.percentile(samples, (50, 95, 99)))

@@ -1,4 +1,4 @@
-"""What `loraplex bench engine` measures, in-process: no HTTP, no tokenizer, random prompts of token ids.
+"""The scenarios of `loraplex bench engine`, in-process: no HTTP, no tokenizer, random prompts of token ids.
 
 decode   the time between tokens of a full batch, every request decoding
 prefill  the time from a batch of prompts to all their first tokens
@@ -23,14 +23,14 @@ from loraplex.engine.core import Engine
 from loraplex.workload.jsonl import WorkloadRequest
 
 _SETTLE_STEPS = 8
-"""Steps after the prompts before time counts: the last of them still share a step with decoding."""
+"""Steps after the prompts before timing starts: the last prompts still share a step with decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """A batch of equal requests; request i is on `adapters[i % len(adapters)]`, or on the base model.
 
-    `seed`: of the prompts. Loads with equal seeds find what the prefix cache keeps of each other.
+    `seed` is that of the prompts. Loads with equal seeds hit each other's blocks in the prefix cache.
     """
 
     batch: int
@@ -42,7 +42,7 @@ class Load:
 
 
 def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
-    """Milliseconds between tokens, while all requests of the batch decode."""
+    """Return the milliseconds between tokens while all requests of the batch decode."""
     bring_in(engine, load.adapters, load.vocab_size)
     engine.warm_up()
     gaps_ms: list[float] = []
@@ -56,7 +56,7 @@ def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
 
 
 def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
-    """Milliseconds from handing over the batch to the last of its first tokens."""
+    """Return the milliseconds from adding the batch to the last of its first tokens."""
     bring_in(engine, load.adapters, load.vocab_size)
     engine.warm_up()
     times_ms: list[float] = []
@@ -80,8 +80,10 @@ def replay(
     vocab_size: int,
     after_step: Callable[[], float] = lambda: 0.0,
 ) -> list[RequestRecord]:
-    """Hand every request over at its time; records in the order of the workload. `after_step` returns how
-    many seconds are not to count."""
+    """Add every request at its arrival time; return records in the order of the workload.
+
+    `after_step` returns how many seconds to exclude from the measurement.
+    """
     waiting = deque(enumerate(requests))
     prompts = [_prompt(request.prompt_tokens, vocab_size, seed=i) for i, request in enumerate(requests)]
     times: list[list[float]] = [[] for _ in requests]
@@ -119,7 +121,7 @@ def replay(
 
 
 def bring_in(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
-    """Load adapters by a short request to each."""
+    """Load adapters by sending a short request to each."""
     for version in dict.fromkeys(versions):
         prompt = _prompt(2, vocab_size, seed=1)
         engine.add_request(_request(f"bring-in-{version}", prompt, 1, version))
@@ -149,7 +151,7 @@ def _requests(load: Load, output_tokens: int, seed: int) -> list[EngineRequest]:
 def first_token_ms(
     engine: Engine, version: str | None, prompt_tokens: int, vocab_size: int, seed: int
 ) -> float:
-    """Return the TTFT of one request on an engine that has done all it could do ahead. Nothing is left over
+    """Return the TTFT of one request in milliseconds, on a warmed-up engine. The engine is idle
     afterwards."""
     engine.warm_up()
     prompt = _prompt(prompt_tokens, vocab_size, seed)
@@ -163,7 +165,7 @@ def first_token_ms(
 
 
 def run_dry(engine: Engine) -> None:
-    """Step until nothing is left to do."""
+    """Step until the engine has no work left."""
     while engine.has_work():
         engine.step()
 
@@ -177,7 +179,7 @@ def new_request(
     vocab_size: int,
     seed: int,
 ) -> EngineRequest:
-    """With a random prompt, another one for every seed."""
+    """Return a request with a random prompt that depends on the seed."""
     return _request(request_id, _prompt(prompt_tokens, vocab_size, seed), output_tokens, version)
 
 
@@ -187,6 +189,6 @@ def _request(request_id: str, prompt: list[int], output_tokens: int, version: st
 
 
 def _prompt(num_tokens: int, vocab_size: int, seed: int | str) -> list[int]:
-    """Random, so that no prompt finds another's prefix in the cache."""
+    """Return random tokens, so that no prompt finds another's prefix in the cache."""
     generator = random.Random(seed)
     return [generator.randrange(vocab_size) for _ in range(num_tokens)]

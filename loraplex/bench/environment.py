@@ -1,4 +1,4 @@
-"""Where and with what a measurement was taken. No host names and no paths: results are published."""
+"""The environment of a measurement. No host names and no paths: results are published."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ENGINE_PACKAGES = ("loraplex", "torch", "triton", "numpy", "numba")
 
 
 def environment(packages: Sequence[str] = CLIENT_PACKAGES) -> dict[str, Any]:
-    """LORAPLEX_COMMIT names the commit on a machine that has the code without its history."""
+    """Return date, machine, versions and commit. LORAPLEX_COMMIT names the commit if the code has no git
+    history."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -40,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The CUDA device, where torch is in use and there is one."""
+    """Return the CUDA device, if torch is imported and there is one."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
@@ -56,7 +57,7 @@ def package_version(name: str) -> str | None:
 
 
 def git_commit(directory: Path = Path(__file__).parent) -> str | None:
-    """The commit the code was run from, `+dirty` when files differ from it; None outside a repository."""
+    """Return the commit the code was run from, with `+dirty` if files differ; None outside a repository."""
     try:
         commit = _git(directory, "rev-parse", "--short=12", "HEAD")
         changed = _git(directory, "status", "--porcelain", "--untracked-files=no")

@@ -1,7 +1,7 @@
-"""What `loraplex bench kernels` measures: how close the decode LoRA kernels come to the memory's bandwidth.
+"""The scenarios of `loraplex bench kernels`: how close the decode LoRA kernels come to memory bandwidth.
 
-One layer's launch after the other over the weights of all layers, as a decode step does, captured in a graph;
-the bytes are those of the adapters' weights alone.
+One layer's launch after the other over the weights of all layers, as in a decode step, captured in a graph;
+only the bytes of the adapters' weights are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COPY_BYTES = 4 << 30
 def measure_kernels(
     shape_name: str, num_adapters: Sequence[int], ranks: Sequence[int]
 ) -> tuple[float, list[dict[str, Any]]]:
-    """The device's own copy bandwidth in TB/s, and one row for each number of adapters and rank."""
+    """Return the device's copy bandwidth in TB/s, and one row for each number of adapters and rank."""
     device = torch.device("cuda")
     return _copy_bandwidth(device), [
         _measure(shape_name, count, rank, device) for count in num_adapters for rank in ranks
@@ -35,7 +35,7 @@ def measure_kernels(
 
 
 def _measure(shape_name: str, num_adapters: int, rank: int, device: torch.device) -> dict[str, Any]:
-    """Every adapter on one row of a batch; q, k and v."""
+    """Measure a batch in which every adapter has one row, on q, k and v."""
     shape = config_of_shape(shape_name).shape
     specs = random_specs("kernel", shape_name, num_adapters=num_adapters, ranks=[rank], modules="q,k,v")
     host = adapter_block(
@@ -85,7 +85,8 @@ def _measure(shape_name: str, num_adapters: int, rank: int, device: torch.device
 
 
 def graph_us(work: Callable[[], object]) -> float:
-    """Median time of one replay. What is read should be many times the last cache."""
+    """Return the median time of one replay, in microseconds. `work` should read many times the last-level
+    cache."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -103,7 +104,7 @@ def graph_us(work: Callable[[], object]) -> float:
 
 
 def _copy_bandwidth(device: torch.device) -> float:
-    """TB/s of a kernel that reads and writes large arrays, bytes of both counted."""
+    """Return the TB/s of a kernel that reads and writes large arrays, counting the bytes of both."""
     source = torch.empty(_COPY_BYTES // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
     return round(2 * _COPY_BYTES / graph_us(lambda: torch.neg(source, out=target)) / 1e6, 2)

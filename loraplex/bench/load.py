@@ -1,6 +1,6 @@
 """Two ways to load a server: a closed loop of workers, and an open loop that replays arrivals.
 
-Both return one record per request, in the order of the requests given, whatever became of them.
+Both return one record per request, in the order of the requests given, failed or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Client(Protocol):
-    """What the load generators need of a client."""
+    """The part of a client that the load generators use."""
 
     @property
     def clock(self) -> Clock: ...
@@ -27,7 +27,7 @@ class Client(Protocol):
 
 
 def ignore(_: RequestRecord) -> None:
-    """An `on_done` that does nothing."""
+    """Do nothing; the default `on_done`."""
 
 
 async def closed_loop(
@@ -37,16 +37,16 @@ async def closed_loop(
     concurrency: int,
     on_done: OnDone = ignore,
 ) -> list[RequestRecord]:
-    """`concurrency` workers, each sending its next request when its last one has ended.
+    """Run `concurrency` workers, each sending its next request when its last one has ended.
 
-    A request arrives when a worker takes it, so the queueing a real crowd would suffer does not
-    show here; the open loop is for that.
+    A request arrives when a worker takes it, so this does not show the queueing that independent users cause;
+    the open loop does.
     """
     todo = iter(enumerate(requests))
     records: dict[int, RequestRecord] = {}
 
     async def work() -> None:
-        for index, request in todo:  # shared: each worker takes the next request nobody has taken
+        for index, request in todo:  # shared: each worker takes the next request that is left
             records[index] = await client.complete(request)
             on_done(records[index])
 
@@ -64,10 +64,10 @@ async def open_loop(
     on_done: OnDone = ignore,
     sleep: Sleep = asyncio.sleep,
 ) -> list[RequestRecord]:
-    """Send each request at its time, however many are still open.
+    """Send each request at its arrival time, however many are still in flight.
 
-    Latency counts from the time a request was due, not from when this process got round to
-    sending it: a client that falls behind must not hide the server's delay, or its own.
+    Latency counts from the time a request was due, not from when this process managed to send it: a client
+    that falls behind must not hide the server's delay, or its own.
     """
     start_s = client.clock()
 
@@ -87,7 +87,7 @@ async def open_loop(
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on uvloop where there is one: the client's cycles are taken from the server."""
+    """Run a coroutine on uvloop if installed: the client's CPU time is taken from the server."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""CDFs of a run's latencies as a PNG."""
+"""Plots CDFs of a run's latencies as a PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARKED_PERCENTILES = (50, 95, 99)
 
 
 def plot_cdfs(samples: Latencies, path: Path, *, title: str) -> None:
-    """One panel each for TTFT, TPOT and E2E: the share of requests at or below each latency."""
+    """Draw one panel each for TTFT, TPOT and E2E: the share of requests at or below each latency."""
     panels = {
         "Time to first token": samples.ttft_ms,
         "Time per output token": samples.tpot_ms,

@@ -1,4 +1,4 @@
-"""Cold-start policies side by side as a PNG."""
+"""Plots cold-start policies side by side as a PNG."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMPARED: Final = {"ttft_ms": "TTFT", "tpt_ms": "TPT", "e2e_ms": "E2E"}
 _COLOURS: Final = {
     policy: "0.35" if policy is ColdStart.CACHED else f"C{number}" for number, policy in enumerate(ColdStart)
 }
-"""A policy has the same one in every panel and in every picture, whatever it is compared with."""
+"""Colours of policies: the same in every panel and picture, whatever a policy is compared with."""
 
 
 def plot_policies(figures: Mapping[ColdStart, PolicyFigures], path: Path, *, title: str) -> None:
-    """Draw what each policy adds to the times with all adapters cached, and the CDF of first tokens."""
+    """Draw what each policy adds to the latencies with all adapters cached, and the CDF of TTFT."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     others = {policy: found for policy, found in figures.items() if policy is not ColdStart.CACHED}
     width = 0.8 / max(len(others), 1)

@@ -1,4 +1,4 @@
-"""Seeded random prompts, turned into requests before any clock starts."""
+"""Seeded random prompts, turned into requests before timing starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uniform_requests(
     output_tokens: int,
     models: Sequence[str],
 ) -> list[BenchRequest]:
-    """Requests of one length, the models taken in turn."""
+    """Return requests of one length, with the models in turn."""
     prompts = source.draw([prompt_tokens] * num_requests)
     return [
         encode_request(
@@ -51,7 +51,7 @@ def uniform_requests(
 def workload_requests(
     source: PromptSource, *, workload: Sequence[WorkloadRequest], models: Sequence[str]
 ) -> list[BenchRequest]:
-    """The requests of a workload, its adapter indices taken modulo the models in use."""
+    """Return the requests of a workload; adapter indices are taken modulo the number of models."""
     prompts = source.draw([request.prompt_tokens for request in workload])
     return [
         encode_request(

@@ -1,6 +1,6 @@
-"""An engine with random weights of a known shape, and adapters of chosen ranks: nothing is downloaded.
+"""Builds an engine with random weights of a known shape, and adapters of given ranks: nothing is downloaded.
 
-What an engine costs depends on shapes, not on values, so this measures what a real model would.
+An engine's cost depends on shapes, not on values, so measurements hold for a real model.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ _COUNTED_HOST_BYTES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomEngineOptions:
-    """What a benchmark may choose of its engine. `distinct`: adapters have weights of their own, also on the
-    host; for small shapes. `memory_bytes`: for adapters, on a GPU together with the KV cache; None: a
-    gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of their batch, up to
-    this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch.
-    `from_files`: adapters are read from their files. `cpu_workers`: processes that compute LoRA beside a
-    GPU, for adapters from files. `runs_ahead`: on a CPU, as a GPU does; nothing is gained by it."""
+    """Options of a benchmark's engine.
+
+    `distinct`: adapters have their own weights, also on the host; for small shapes. `memory_bytes`: for
+    adapters, on a GPU together with the KV cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU,
+    pad adapters to the largest rank of their batch, up to this one. `compiled`: on a CPU, use the kernels of
+    `serve`, not plain torch. `from_files`: adapters are read from their files. `cpu_workers`: processes that
+    compute LoRA beside a GPU, for adapters from files. `runs_ahead`: on a CPU, launch the next step before
+    collecting the last, as a GPU does; this gains nothing there.
+    """
 
     shape: str
     device: str
@@ -65,7 +68,8 @@ class RandomEngineOptions:
 
 
 def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
-    """`config`: of a model that is not among the named shapes; `options.shape` is then not looked at."""
+    """Build the engine. `config` is that of a model outside the named shapes; `options.shape` is ignored
+    then."""
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device here; give --device cpu")
@@ -82,7 +86,7 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             arena_bytes=options.memory_bytes,
             padded_to=options.padded_to,
             max_step_tokens=options.max_step_tokens,
-            # Of random blocks only one of a kind is there, however many are counted.
+            # Random blocks of one kind share their memory, however many are counted.
             host_bytes=_HOST_BYTES if options.distinct or options.from_files else _COUNTED_HOST_BYTES,
             cold_start=options.cold_start,
             cpu_workers=options.cpu_workers,
@@ -120,8 +124,8 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
 def register(
     engine: Engine, specs: Sequence[AdapterSpec], *, staged: bool = True, prepared: bool = True
 ) -> tuple[str, ...]:
-    """Make adapters known; where they come by way of the host's memory, all are there when this returns. With
-    `ColdStart.CACHED` they are on the device. `prepared`: so are all graphs for them."""
+    """Register adapters. `staged`: all are in host memory when this returns, if they are loaded from there;
+    with `ColdStart.CACHED`, on the device. `prepared`: all graphs for them are captured."""
     for spec in specs:
         engine.add_adapter(spec)
         if staged:
@@ -134,7 +138,7 @@ def register(
 
 
 def check_shape(name: str, device: str) -> None:
-    """Raise CapacityError for a shape that a CPU would take too long with."""
+    """Raise CapacityError for a shape that would take too long on a CPU."""
     if device == "cpu" and config_of_shape(name).shape.linear_flops > 1e9:
         raise CapacityError(f"the shape {name!r} is too large for --device cpu; try --shape tiny")
 
@@ -142,7 +146,7 @@ def check_shape(name: str, device: str) -> None:
 def random_specs(
     name: str, shape: str, *, num_adapters: int, ranks: Sequence[int], modules: str
 ) -> list[AdapterSpec]:
-    """Adapters without files, their ranks in turn, on these modules of every layer."""
+    """Return adapters without files, with the ranks in turn, on these modules of every layer."""
     return [
         random_spec(f"{name}-{index:04d}", config_of_shape(shape).shape, ranks[index % len(ranks)], names)
         for names in (module_names(modules),)
@@ -151,7 +155,7 @@ def random_specs(
 
 
 def random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str]) -> AdapterSpec:
-    """An adapter without files, on these modules of every layer."""
+    """Return an adapter without files, on these modules of every layer."""
     loras = tuple(
         LoraModule(layer=layer, module=module, rank=rank, scale=1.0 / rank, a_name="", b_name="")
         for layer in range(shape.num_layers)
@@ -162,7 +166,7 @@ def random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str])
 
 
 def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
-    """The same whenever a version is loaded, as from a file."""
+    """Return random weights that are the same whenever a version is loaded, as from a file."""
     layout = slab_layout(spec, shape)
     slab = torch.empty(layout.num_elements, dtype=dtype)
     _fill_distinctly(spec, layout, slab)
@@ -174,14 +178,14 @@ def _fill_distinctly(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) 
 
 
 class _RandomBlocks:
-    """`HostBlocks` with random weights: on the host, adapters that are alike share them, so that thousands
-    fit; on the device each has memory of its own. A table, in which scales may differ, is everybody's own."""
+    """`HostBlocks` with random weights. On the host, adapters of the same kind share weights, so that
+    thousands fit; on the device each has its own memory. Each has its own table, since scales may differ."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
         self._shape = shape
         self._dtype = dtype
         self._slabs: dict[tuple[tuple[int, str, int], ...], torch.Tensor] = {}
-        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by version: table and slab
+        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # version -> table and slab
         self._lock = threading.Lock()
 
     def read(self, spec: AdapterSpec, place: int) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark notes down of each request."""
+"""The record that a benchmark keeps of each request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """What happened to one request; times are seconds on the load generator's clock.
+    """The outcome of one request; times are seconds on the load generator's clock.
 
-    `token_times_s` has one entry per streamed chunk. `finish_s` is the last of them; of a failed
-    request, the moment of failure.
+    `token_times_s` has one entry per streamed chunk. `finish_s` is the last of them; for a failed
+    request, the time of the failure.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""From request records to the figures people quote, as a table and as JSON.
+"""Summarizes request records, as a table and as JSON.
 
     TTFT  first token - arrival             TPOT  (finish - first token) / (output tokens - 1)
     E2E   finish - arrival                  ITL   gap between one streamed chunk and the next
@@ -28,7 +28,7 @@ _MAX_ERRORS_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latencies:
-    """The samples behind a report, in milliseconds; plots are drawn from them."""
+    """The samples behind a report, in milliseconds; used for plots."""
 
     ttft_ms: list[float]
     tpot_ms: list[float]
@@ -39,7 +39,7 @@ class Latencies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One run in figures."""
+    """The figures of one run."""
 
     num_requests: int
     num_failed: int
@@ -61,7 +61,7 @@ class Report:
 
 
 def latencies(records: Sequence[RequestRecord]) -> Latencies:
-    """Latencies of the requests that succeeded."""
+    """Return the latencies of the requests that succeeded."""
     samples = Latencies(ttft_ms=[], tpot_ms=[], itl_ms=[], e2e_ms=[], tpt_ms=[])
     for record in records:
         if not record.ok:
@@ -78,7 +78,7 @@ def latencies(records: Sequence[RequestRecord]) -> Latencies:
 
 
 def summarize(records: Sequence[RequestRecord]) -> Report:
-    """The report of one run. Throughput counts successful requests over the whole time the run took."""
+    """Return the report of one run. Throughput counts successful requests over the run's whole duration."""
     good = [record for record in records if record.ok]
     samples = latencies(records)
     duration_s = (
@@ -107,7 +107,7 @@ def summarize(records: Sequence[RequestRecord]) -> Report:
 
 
 def render(report: Report, *, title: str) -> RenderableType:
-    """The report for a terminal."""
+    """Return the report for a terminal."""
     latency = Table(title=title, title_justify="left")
     for heading in ("", "mean", "p50", "p95", "p99"):
         latency.add_column(heading, justify="right" if heading else "left")
@@ -151,7 +151,7 @@ def _rate(amount: int, duration_s: float) -> float:
 
 
 def _rounded(value: Any) -> Any:
-    """Microseconds are below the noise, and long fractions make committed results hard to read."""
+    """Round floats: microseconds are below the noise, and long fractions make results hard to read."""
     if isinstance(value, float):
         return round(value, 3)
     if isinstance(value, dict):

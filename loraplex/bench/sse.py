@@ -1,4 +1,4 @@
-"""What a benchmark needs from a completion stream, and nothing more.
+"""A minimal parser of completion streams for benchmarks.
 
 The client shares its cores with the server under test, so a chunk costs a line split and a prefix
 comparison; JSON is parsed for the last chunk (usage) and for errors only.
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
-# Text inside a chunk cannot fake this: a quote in it is escaped, and it never comes this early.
+# Text inside a chunk cannot fake this: a quote in it is escaped, and text never comes this early.
 _ERROR_WITHIN_BYTES = 24
 
 
 @dataclass(kw_only=True)
 class StreamTally:
-    """Counts the token chunks of one response and remembers when each came.
+    """Counts the token chunks of one response and records their times.
 
-    Chunks are taken to be tokens. Servers may put several tokens into one chunk when they are
-    behind; the true number is the one in the usage chunk, which `close` reads.
+    Each chunk is taken as a token. Servers may put several tokens into one chunk when they are
+    behind; the true number is in the usage chunk, which `close` reads.
     """
 
     chunk_times_s: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class StreamTally:
     _done: bool = False
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take bytes as they came from the socket, cut anywhere."""
+        """Add bytes from the socket, cut anywhere."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(_DATA):
@@ -46,7 +46,7 @@ class StreamTally:
                 self.chunk_times_s.append(now_s)
 
     def close(self) -> None:
-        """The response has ended: read the usage, and say so if the stream was cut short."""
+        """End the response: read the usage, and set `error` if the stream was cut short."""
         if self.error is not None:
             return
         if not self._done:
@@ -56,13 +56,13 @@ class StreamTally:
             chunk = json.loads(self._last_chunk)
             self.output_tokens = int(chunk["usage"]["completion_tokens"])
             if not chunk["choices"]:
-                self.chunk_times_s.pop()  # usage came in a chunk of its own, without a token
+                self.chunk_times_s.pop()  # usage came in its own chunk, without a token
         except (ValueError, KeyError, TypeError):
             self.error = "the stream had no usage chunk (stream_options.include_usage not supported?)"
 
 
 def error_text(body: bytes) -> str:
-    """The message in an OpenAI-style error body, or the start of the body when it is not one."""
+    """Return the message of an OpenAI-style error body, or the start of any other body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

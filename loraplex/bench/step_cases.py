@@ -1,6 +1,7 @@
-"""Steps that `loraplex profile` measures: those that the cost model is fitted to, and others to check it by.
+"""The steps that `loraplex profile` measures: those the cost model is fitted to, and held-out ones to check
+it.
 
-Fitted ones differ in one thing at a time; those held out are drawn at random from what lies between.
+Fitted steps differ in one thing at a time; held-out ones are drawn at random from the range between.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from loraplex.core.errors import CapacityError
 from loraplex.scheduling.work import StepWork
 
 _SHORT: Final = 16
-"""Tokens behind a request, on the mean, that hardly cost anything."""
+"""Mean context in tokens whose cost is negligible."""
 SPREAD: Final = 0.8
-"""Of log-normal lengths."""
+"""Sigma of log-normal lengths."""
 SETTLE_STEPS: Final = 8
-"""After the last prompt was read: the first find little of theirs in a processor's caches."""
+"""Steps to skip after the last prompt was read: the first find little of their data in CPU caches."""
 TIMED_STEPS: Final = 16
-"""That only decode."""
+"""Timed steps that only decode."""
 JOINED_SHOTS: Final = 3
-"""Of prompts that join others."""
+"""Measurements of prompts that join decoding requests."""
 _STEPS_A_SHOT: Final = 3
-"""Where the engine runs ahead: one without prompts, the one that they join, and one that is under way by the
-time that one lands."""
+"""Steps per measurement if the engine runs ahead: one without prompts, the one that they join, and one that
+is in flight when that one lands."""
 _ROWS_BEYOND_GRAPHS: Final = (1280, 1536, 2048)
-"""Of steps that a GPU runs kernel by kernel."""
+"""Rows of steps beyond the captured graphs, which a GPU runs kernel by kernel."""
 _SLOWEST_PREFILL: Final = 512
-"""Prompt tokens that a step reads at the least while others decode: the first must not end before the last
-has begun."""
+"""Least prompt tokens that a step reads while others decode: the first request must not end before the last
+has started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepAdapter:
-    """An adapter that the engine knows."""
+    """An adapter that is registered with the engine."""
 
     version: str
     rank: int
@@ -49,8 +50,8 @@ class StepAdapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCase:
-    """Requests that decode after so many tokens each, and prompts that are read in the same step. Adapters go
-    to the requests in turn, decoding ones first; with none, all are for the base model."""
+    """A step: requests that decode, with a context each, and prompts that are read in the same step. Adapters
+    are assigned to requests in turn, decoding ones first; without any, all are for the base model."""
 
     contexts: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
@@ -62,14 +63,14 @@ class StepCase:
 
     @property
     def decode_tokens(self) -> int:
-        """Return the most tokens that a decoding request makes in one measurement, those of the first step
-        after the last prompt was read and of one more that is under way at the end among them."""
+        """The most tokens that a decoding request generates in one measurement, including those of the first
+        step after the last prompt was read and of one more step that is in flight at the end."""
         timed = JOINED_SHOTS * _STEPS_A_SHOT if self.prompts else TIMED_STEPS
         return SETTLE_STEPS + timed + 2 + -(-sum(self.contexts) // _SLOWEST_PREFILL)
 
     @property
     def num_tokens(self) -> int:
-        """Room in the KV cache, in whole blocks, that a measurement takes at the most."""
+        """The most KV cache tokens that a measurement takes, in whole blocks."""
         return sum(-(-n // BLOCK_SIZE) * BLOCK_SIZE for n in self._lengths())
 
     @property
@@ -85,7 +86,8 @@ class StepCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseLimits:
-    """Of the engine that is measured. `max_tokens`: that it holds at a time. `work`: what a step may do."""
+    """Limits of the measured engine. `max_tokens`: tokens that its KV cache holds. `work`: a step's work
+    limit."""
 
     on_gpu: bool
     max_context: int
@@ -104,8 +106,8 @@ class CaseLimits:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """Rows of steps with prompts. On a GPU the most that each size of graph takes, and more. On a CPU
-        nothing round: lengths that fill blocks and tiles are some per cent faster than all others."""
+        """Rows of steps with prompts. On a GPU the most rows of each size of graph, and more. On a CPU no
+        round numbers: lengths that fill blocks and tiles are a few per cent faster than all others."""
         if self.on_gpu:
             from loraplex.engine.cuda.step_sizes import MIXED_ROWS
 
@@ -114,20 +116,21 @@ class CaseLimits:
 
     @property
     def mean_contexts(self) -> tuple[int, int]:
-        """Some, and many; but most of the spread about them is within what the model takes."""
+        """A moderate and a large mean context, small enough for most of the spread to fit the model's
+        context."""
         few, many = (256, 1024) if self.on_gpu else (128, 384)
         return min(few, self.max_context // 8), min(many, self.max_context // 4)
 
     def contexts(self, number: int, mean: int) -> tuple[int, ...]:
-        """Return the contexts of requests that came at different times, with prompts of all lengths: spread
-        log-normally about the mean, and no longer than three quarters of what the model takes."""
+        """Return the contexts of requests that arrived at different times, with prompts of all lengths:
+        spread log-normally around the mean, and at most three quarters of the model's context."""
         spread = NormalDist(log(mean) - SPREAD**2 / 2, SPREAD)
         drawn = (exp(spread.inv_cdf((index + 0.5) / number)) for index in range(number))
         return tuple(min(max(round(each), 2), self.max_context * 3 // 4) for each in drawn)
 
     def contexts_held(self, number: int, mean: int, prompts: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Contexts about this mean, or about a lower one if the engine does not hold as many beside these
-        prompts. Whether it holds short ones is for the caller to see."""
+        """Return contexts around this mean, or around a lower one if the engine does not hold as many beside
+        these prompts. Even short contexts may not fit: the caller must check."""
         while mean > _SHORT and not self.fits(
             StepCase(contexts=self.contexts(number, mean), prompts=prompts)
         ):
@@ -149,17 +152,17 @@ class CaseLimits:
         return decodes + sum(self.work.cost(0, n) for n in case.prompts) <= self.work.max_tokens
 
     def prompts_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the lengths of as few prompts as hold so many tokens together."""
+        """Return the lengths of as few prompts as can hold this many tokens together."""
         number = -(-num_tokens // (self.max_context - 1))
         return tuple((num_tokens + index) // number for index in range(number))
 
 
 def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[StepCase]:
-    """Return the steps to fit to: the base model by rows and by context, then what adapters add, then both
-    kinds of rows in one step."""
+    """Return the steps to fit to: the base model by rows and by context, then with adapters, then with
+    decodes and prompts in one step."""
     decodes, prompts = limits.decodes, limits.prompts
     several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 128)
-    many = 128 if limits.on_gpu else 96  # the cache of a small CPU engine holds no more with anything behind
+    many = 128 if limits.on_gpu else 96  # a small CPU engine's cache holds no more with any context
     less, more = limits.mean_contexts
     short = partial(limits.contexts, mean=_SHORT)
     by_rank: dict[int, tuple[StepAdapter, ...]] = {}
@@ -179,7 +182,7 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
         cases += [StepCase(prompts=_parts(n, 4), adapters=mine[:4]) for n in (prompts[5], prompts[-3])]
     largest = by_rank[max(by_rank)]
     for n in sorted({1, *several, many}):
-        # Rows of prompts beside them, where the curve of all rows has a knot.
+        # Prompt rows beside the decodes, such that the total is a knot of the curve.
         knots = [rows for rows in prompts if rows > n + 8]
         for mean, rows in ((_SHORT, knots[0]), (_SHORT, knots[3]), (less, knots[1])):
             cases.append(StepCase(contexts=limits.contexts_held(n, mean, (rows - n,)), prompts=(rows - n,)))
@@ -193,8 +196,8 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
 def held_out_decodes(
     adapters: Sequence[StepAdapter], limits: CaseLimits, number: int, seed: int = 1
 ) -> list[StepCase]:
-    """Steps that decode: any number of requests, of adapters and of tokens behind them, within what was
-    fitted."""
+    """Return steps that decode: random numbers of requests, adapters and context tokens, within the fitted
+    range."""
     random, found = Random(seed), list[StepCase]()
     while len(found) < number:
         num_decodes = _log_uniform(random, 1, limits.decodes[-1])
@@ -208,20 +211,20 @@ def held_out_decodes(
 def held_out_prompts(
     adapters: Sequence[StepAdapter], limits: CaseLimits, number: int, seed: int = 2
 ) -> list[StepCase]:
-    """Steps that read prompts: one to four, of any length."""
+    """Return steps that read one to four prompts of random lengths."""
     random, found = Random(seed), list[StepCase]()
     while len(found) < number:
         num_tokens, num_prompts = _log_uniform(random, 16, limits.prompts[-1]), random.randint(1, 4)
         cuts = sorted(random.sample(range(1, num_tokens), num_prompts - 1))
         ends = zip((0, *cuts), (*cuts, num_tokens), strict=True)
-        prompts = tuple(max(end - start, 2) for start, end in ends)  # of one token it would be a decode
+        prompts = tuple(max(end - start, 2) for start, end in ends)  # a prompt of one token would be a decode
         case = StepCase(prompts=prompts, adapters=_draw(random, adapters, num_prompts))
         found += [case] if limits.fits(case) else []
     return found
 
 
 def _draw(random: Random, adapters: Sequence[StepAdapter], most: int) -> tuple[StepAdapter, ...]:
-    """None in one case of three."""
+    """Draw adapters; none in one case of three."""
     if random.random() < 1 / 3:
         return ()
     return tuple(random.sample(list(adapters), _log_uniform(random, 1, min(most, len(adapters)))))
@@ -232,6 +235,7 @@ def _log_uniform(random: Random, low: int, high: int) -> int:
 
 
 def _parts(num_tokens: int, number: int) -> tuple[int, ...]:
-    """So many tokens in prompts that grow: the second has twice the tokens of the first, and so on."""
+    """Split tokens into prompts of growing length: the second has twice the tokens of the first, and so
+    on."""
     ends = [num_tokens * k * (k + 1) // (number * (number + 1)) for k in range(number + 1)]
     return tuple(end - start for start, end in pairwise(ends))

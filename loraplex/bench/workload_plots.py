@@ -1,4 +1,4 @@
-"""A workload as a PNG: arrivals over time, lengths, and how popular adapters are."""
+"""Plots a workload as a PNG: arrivals over time, lengths, and popularity of adapters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _draw_lengths(axes: plt.Axes, seen: dict[str, Counter[int]]) -> None:
 
 def _draw_popularity(axes: plt.Axes, adapters: Counter[int]) -> None:
     shares = np.sort(np.array(list(adapters.values())))[::-1] / adapters.total()
-    # Straight lines are Zipf's law.
+    # Zipf's law is a straight line.
     axes.loglog(np.arange(1, shares.size + 1), shares, ".-", markersize=4, linewidth=1)
     axes.set_title("Adapters", fontsize=11)
     axes.set_xlabel("adapter, by popularity")

@@ -1,6 +1,6 @@
-"""`loraplex adapter`: judge a checkpoint before serving it, and list and change the adapters of a server.
+"""`loraplex adapter`: check a checkpoint before serving it, and list and change the adapters of a server.
 
-Imports wait until a command runs, so that `--help` answers at once.
+Imports are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXIT_USAGE: Final = 2
 
 _SHOWN_VERSION_CHARS: Final = 8
 _ENGINE_DTYPES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""In which the engine computes, and the bytes of an element."""
+"""Engine dtypes and the bytes of an element."""
 
 
 @app.command()
@@ -79,7 +79,7 @@ def list_adapters(
     else:
         rows, columns = _from_server(base_url, api_key), _SERVER_COLUMNS
         for row in [] if as_json else rows:
-            if row.get("bytes") == 0:  # servers behind a front do not say
+            if row.get("bytes") == 0:  # backends of a fleet do not report it
                 row["bytes"] = row["hits"] = None
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -91,7 +91,7 @@ def list_adapters(
 
 
 def _bring(source: str) -> Path:
-    """The adapter's folder; one that is fetched from the hub is here when this returns."""
+    """Return the adapter's folder, fetched from the hub if necessary; exits with an error if that fails."""
     from loraplex.adapters.hub import resolve_adapter
     from loraplex.core.errors import AdapterError, AdapterFormatError
 
@@ -104,7 +104,7 @@ def _bring(source: str) -> Path:
 
 
 def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[str], ModelShape]) -> int:
-    """`adapter check`, with the reading of the base model's shape handed in; returns the exit code."""
+    """Run `adapter check`, with a function that reads the base model's shape; return the exit code."""
     from rich.console import Console
 
     from loraplex.adapters.base_name import base_names, other_base, other_base_warning
@@ -127,7 +127,7 @@ def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[st
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleGroup:
-    """Layers in which one module has the same rank, scale and size; `num_bytes` is of all of them."""
+    """Layers in which one module has the same rank, scale and size; `num_bytes` is their total."""
 
     module: str
     layers: tuple[int, ...]
@@ -137,7 +137,7 @@ class ModuleGroup:
 
 
 def group_modules(report: AdapterReport) -> list[ModuleGroup]:
-    """The report's modules, layers that are alike together; a module's largest group comes first."""
+    """Return the report's modules with equal layers grouped; a module's largest group comes first."""
     from loraplex.core.modules import MODULE_INDEX
 
     groups: dict[tuple[str, int, float, int], list[int]] = {}
@@ -155,7 +155,7 @@ def group_modules(report: AdapterReport) -> list[ModuleGroup]:
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """(0, 1, 2, 5) -> "0-2, 5"."""
+    """Format layers as ranges: (0, 1, 2, 5) -> "0-2, 5"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:
@@ -198,7 +198,7 @@ def _findings(findings: Iterable[Finding]) -> list[dict[str, object]]:
 
 
 def _as_json(value: object) -> object:
-    """Return the value itself, or words in its place if it is nested too deeply for the JSON writer."""
+    """Return the value, or a text instead if it is nested too deeply for the JSON writer."""
     try:
         json.dumps({"honoured": [{"value": value}]}, indent=2)
     except RecursionError:
@@ -209,7 +209,7 @@ def _as_json(value: object) -> object:
 def _print_report(
     console: Console, report: AdapterReport, shape: ModelShape, warnings: Sequence[str]
 ) -> None:
-    """The verdict is the first line, and what speaks against the adapter the next; all else is detail."""
+    """Print the verdict on the first line, then refusals and warnings, then details."""
     path = printable(str(report.path))
     if report.spec is not None:
         num_modules = len(report.modules)
@@ -272,7 +272,7 @@ def _total_bytes(report: AdapterReport) -> int:
 
 
 def _memory_bytes(spec: AdapterSpec, shape: ModelShape) -> dict[str, int]:
-    """Return what the adapter takes in memory, by the dtype of the engine, which need not be the file's."""
+    """Return the adapter's bytes in memory by the engine's dtype, which may differ from the file's."""
     from loraplex.adapters.slab import slab_layout
 
     num_elements = slab_layout(spec, shape).num_elements
@@ -313,11 +313,11 @@ def _short_version(version: str) -> str:
 
 
 def _short_base_model(key: str) -> str:
-    """Its last name, without the folders before it and the hash of its shape."""
+    """Return the model's last name, without folders and the hash of its shape."""
     return key.rpartition("@")[0].rstrip("/").rpartition("/")[2] or key
 
 
-# The most telling first: a narrow terminal leaves out the last ones.
+# The most important columns first: a narrow terminal drops the last ones.
 _SERVER_COLUMNS: Final = (
     text_column("name"),
     text_column("version", _short_version),

@@ -25,7 +25,7 @@ _OPTIONS: Final = {
     "canary_share": "--canary-share",
     "GET /v1/adapters lists": "`loraplex adapter list` shows",
 }
-"""What messages of the API say, and what it is called here."""
+"""Terms in the API's messages, and what they are called on the command line."""
 
 Name = Annotated[str, typer.Argument(help="The adapter's name on the server.")]
 
@@ -110,7 +110,7 @@ def versions(
 
 
 def _rows(adapter: dict[str, Any]) -> list[dict[str, Any]]:
-    """Versions in the order of their use. Only administrators are shown paths."""
+    """Return the versions in order of use. Only administrators see paths."""
     canary = adapter.get("canary")
     canary_share = 0.0 if canary is None else float(canary["share"])
     found = [
@@ -132,7 +132,7 @@ def _change(verb: str, body: dict[str, Any], base_url: str, api_key: str | None)
 
 
 def _in_options(message: str) -> str:
-    """Return what a server says in the words of its API in those of the command line."""
+    """Replace the API's terms in a server's message by those of the command line."""
     for field, option in _OPTIONS.items():
         message = message.replace(field, option)
     return message

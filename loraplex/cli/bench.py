@@ -1,6 +1,6 @@
 """`loraplex bench`: measure a running OpenAI-compatible server.
 
-Imports of the load client wait until a command runs, so that `--help` answers at once.
+Imports of the load client are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ async def _run_plan(plan: _Plan) -> list[RequestRecord]:
             output_tokens=plan.output_tokens,
             models=models,
         )
-        # Drawing the bar takes cycles from a server on the same machine: twice a second is enough.
+        # Drawing the bar takes CPU time from a server on the same machine: twice a second is enough.
         with Progress(*columns, refresh_per_second=2, transient=True) as progress:
             if warmup:
                 task = progress.add_task("warm-up", total=len(warmup))

@@ -1,6 +1,6 @@
-"""`loraplex bench engine cold`: what a request pays whose adapter is not on the device, policy by policy.
+"""`loraplex bench engine cold`: the cost of a request whose adapter is not on the device, by policy.
 
-Imports of torch wait until the command runs, so that `--help` answers at once.
+Imports of torch are deferred until the command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from loraplex.workload.jsonl import WorkloadRequest
 
 _NO_FILES: Final = "no files"
-"""Where an adapter is before its first request on a CPU, which has no tier between disk and the engine."""
+"""Tier of an adapter before its first request on a CPU, which has no tier between disk and the engine."""
 _ON_A_CPU: Final = (ColdStart.CACHED, ColdStart.ON_DEMAND, ColdStart.OVERLAP)
 
 
@@ -97,7 +97,7 @@ def _policies(asked: Sequence[ColdStart] | None, *, on_gpu: bool, files: bool) -
 
 
 def _policies_on_a_cpu(asked: Sequence[ColdStart] | None) -> list[ColdStart]:
-    """What a CPU has of them; what it has not is refused if it was asked for, and told if not."""
+    """Return the policies that a CPU supports. Others are refused if given, or listed as left out."""
     need_a_gpu = [policy for policy in ColdStart if policy not in (*_ON_A_CPU, ColdStart.AUTO)]
     for policy in asked or ():
         if policy in need_a_gpu:

@@ -1,6 +1,6 @@
 """`loraplex bench engine`: measure the engine itself, in-process, with random weights.
 
-Imports of torch wait until a command runs, so that `--help` answers at once.
+Imports of torch are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SERVED_RANK: Final = 64
 
 
 class Adapters(StrEnum):
-    """Which adapters a batch uses."""
+    """The adapters of a batch."""
 
     NONE = "none"
     ONE = "one"
@@ -67,7 +67,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write figures, machin
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """An engine, its adapters, and what they were made of."""
+    """An engine, its adapters, and the parameters of both."""
 
     engine: Engine
     versions: tuple[str, ...]
@@ -210,7 +210,7 @@ def serve(
 
 
 class _Served(NamedTuple):
-    """The adapters that a workload is served with. `ranks`: in turn, with commas; empty: all have `rank`."""
+    """The adapters that serve a workload. `ranks`: in turn, comma-separated; empty: all have `rank`."""
 
     number: int
     rank: int
@@ -218,7 +218,7 @@ class _Served(NamedTuple):
 
 
 def _served_adapters(file: WorkloadFile, num_adapters: int | None, rank: int | None, ranks: str) -> _Served:
-    """Take the workload's own adapters, as the twin does, unless an option says otherwise."""
+    """Return the workload's own adapters, as in the twin, unless an option says otherwise."""
     header = file.header
     if num_adapters is None:
         num_adapters = _SERVED_ADAPTERS if header is None else header.num_adapters
@@ -298,7 +298,7 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
 
 
 def describe(bench: Bench, load: str) -> None:
-    """Print on one line what is measured, before any figure of it. `load`: what the engine is asked."""
+    """Print what is measured on one line, before any figures. `load` describes the engine's load."""
     typer.echo(f"{_subject(bench.parameters)}; {_adapters(bench.parameters)}; {load}")
 
 
@@ -321,7 +321,7 @@ def _adapters(parameters: Mapping[str, Any]) -> str:
     number = parameters["num_adapters"]
     if number == 0:
         return "no adapters"
-    # An adapter has the rank at its own place, so those behind the last adapter are not used.
+    # The adapters take the ranks in turn, so ranks beyond the number of adapters are not used.
     ranks = sorted(set(_rank_list(str(parameters.get("ranks") or parameters["rank"]))[:number]))
     of_rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
     padded = ", padded to the largest of a batch" if parameters.get("padded") else ""
@@ -329,7 +329,7 @@ def _adapters(parameters: Mapping[str, Any]) -> str:
 
 
 def use_threads(num_threads: int | None, device: str) -> None:
-    """Compute with so many threads, if any number is given."""
+    """Compute with this many threads, if given."""
     import torch
 
     from loraplex.engine.machine import check_threads
@@ -343,7 +343,7 @@ def use_threads(num_threads: int | None, device: str) -> None:
 
 
 def resolved(options: dict[str, Any]) -> dict[str, str]:
-    """Return the shape, dtype and device that `auto` stands for on this machine."""
+    """Return the shape, dtype and device that `auto` means on this machine."""
     import torch
 
     device = options["device"]

@@ -1,6 +1,6 @@
-"""`loraplex bench kernels`: how close the decode LoRA kernels come to the memory's bandwidth.
+"""`loraplex bench kernels`: how close the decode LoRA kernels come to memory bandwidth.
 
-Imports of torch wait until the command runs, so that `--help` answers at once.
+Imports of torch are deferred until the command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_RANK: Final = 512
 _MAX_ADAPTERS: Final = 256
-"""One row for each: what a decode step has at most."""
+"""Upper bound of adapters, one row each: the most rows of a decode step."""
 
 
 def kernels(
@@ -78,7 +78,7 @@ def _numbers(text: str, option: str, highest: int) -> list[int]:
 
 
 def _halves(row: dict[str, Any], copy_tb_per_s: float) -> list[dict[str, Any]]:
-    """Shrink and expand of one measured row, each beside the device's own copy."""
+    """Return shrink and expand of one measured row, each relative to the device's copy bandwidth."""
     return [
         {
             "adapters": row["adapters"],

@@ -1,5 +1,4 @@
-"""What a command does when the reader of its output has left, as in `loraplex ... | head`: it ends quietly,
-or goes on without a reader if it is a server."""
+"""Handling of a closed output pipe, as in `loraplex ... | head`: a command ends quietly, a server goes on."""
 
 from __future__ import annotations
 
@@ -10,19 +9,19 @@ import sys
 from typing import Any, Final, TextIO
 
 EXIT_CLOSED_PIPE: Final = 141
-"""What a shell reports of a program that SIGPIPE ended: 128 + 13."""
+"""The exit code that shells report for a program ended by SIGPIPE: 128 + 13."""
 
 
 def end_with_the_reader() -> None:
-    """Have a write to a closed stdout end the process, with no message. Only for a stdout that is a pipe.
+    """End the process without a message on a write to a closed stdout. Only if stdout is a pipe.
 
-    Not by restoring the default action of SIGPIPE: a server would end with the first client that hangs up.
+    The default action of SIGPIPE is not restored: a server would end with the first client that hangs up.
     """
     sys.stdout = _with_pipe(sys.stdout, _EndingPipe)
 
 
 def outlive_the_reader() -> None:
-    """Have what is written to a closed stdout or stderr go nowhere, for a command that has more to do.
+    """Discard output to a closed stdout or stderr, for a command that has more to do.
 
     Stderr too, for `2>&1 | head`: a line that could not be written would change the exit code at the end.
     """
@@ -31,19 +30,19 @@ def outlive_the_reader() -> None:
 
 
 def drop_output(descriptor: int) -> None:
-    """Have all that is still written to a descriptor go nowhere."""
+    """Discard everything still written to a descriptor."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def _with_pipe(old: TextIO, kind: type[_Pipe]) -> TextIO:
-    """Return a stream to the same descriptor through `kind`; the stream itself if that is no pipe."""
+    """Return a stream to the same descriptor through `kind`; the stream itself if it is not a pipe."""
     try:
         descriptor = old.fileno()
         mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError, AttributeError):
-        return old  # no file is behind it
+        return old  # not backed by a file
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         return old
     old.flush()
@@ -54,23 +53,23 @@ def _with_pipe(old: TextIO, kind: type[_Pipe]) -> TextIO:
 
 
 class _Pipe(io.FileIO):
-    """A pipe that becomes the null device when its reader leaves."""
+    """A pipe that becomes the null device when its reader closes it."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            # Also for what is still in buffers, of which the interpreter would complain at its end.
+            # Covers data still in buffers, which the interpreter would complain about at exit.
             drop_output(self.fileno())
             self._on_closed()
             return len(data)
 
     def _on_closed(self) -> None:
-        """Called once, after a write has failed."""
+        """Called once, after the first failed write."""
 
 
 class _EndingPipe(_Pipe):
-    """A pipe whose first failed write is the last thing that happens."""
+    """A pipe whose first failed write ends the process."""
 
     def _on_closed(self) -> None:
         raise SystemExit(EXIT_CLOSED_PIPE)

@@ -1,4 +1,4 @@
-"""Signals that reach a server before it handles them itself, or a command that has files to remove."""
+"""Handling of signals before a server has its own handlers, or in a command that must remove files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _STDERR: Final = 2
 
 @contextmanager
 def exit_0_on_signal() -> Iterator[None]:
-    """Exit with 0 on SIGINT and SIGTERM, as a server does after its start; its own handlers replace these."""
+    """Exit with 0 on SIGINT and SIGTERM, as a server does after its start; its handlers replace these."""
 
     def exit_0(number: int, frame: FrameType | None) -> None:
-        os.write(_STDERR, b"shut down before the start\n")  # not by print: the signal may come in one
+        os.write(_STDERR, b"shut down before the start\n")  # not print: the signal may interrupt one
         sys.exit(0)
 
     before = {number: signal.signal(number, exit_0) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -31,13 +31,13 @@ def exit_0_on_signal() -> Iterator[None]:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Exit as after SIGTERM, but not before the blocks that the signal comes in have put things in order."""
+    """Exit on SIGTERM with the usual code, but through `sys.exit`, so that open blocks clean up first."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield  # it is ignored, or somebody else handles it
+        yield  # it is ignored or already handled
         return
     before = signal.signal(signal.SIGTERM, leave)
     try:

@@ -1,8 +1,8 @@
-"""Options of commands: flags without a value in --help, options whose value may be left out, and lists of
-options that commands have in common.
+"""Options of commands: flags without a value in --help, options with an optional value, and options that
+commands share.
 
-Recent releases of typer show `<bool>` behind every flag that has no metavar, as if it took a value: behind
-`--help` and its own options for shell completion, too. All flags of all commands are given an empty one here.
+Recent releases of typer show `<bool>` after every flag without a metavar, as if it took a value, including
+`--help` and its own options for shell completion. All flags of all commands get an empty metavar here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from loraplex.cli.vllm_options import refuse_vllm_options
 F = TypeVar("F", bound=Callable[..., Any])
 
 WITHOUT_VALUE: Final = ""
-"""The value of an option that was given without one, which it may be if its metavar is in brackets."""
+"""The value of an option given without one, which is allowed if its metavar is in brackets."""
 _NO_VALUE: Final = ""
 _MIN_TABLE_COLUMNS: Final = 100
-"""Of a terminal in which a table shows the names of options whole."""
+"""Terminal width from which a help table shows the full names of options."""
 _ONLY_SERVERS: Final = "--adapter"
-"""An option that only the commands have that serve."""
+"""An option that only serving commands have."""
 
 
 class App(typer.Typer):
-    """Commands whose flags have no value in --help."""
+    """A Typer app whose flags show no value in --help."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_Group, **options)
@@ -40,15 +40,15 @@ class App(typer.Typer):
 
 
 def takes_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
-    """Give a command the options of `source` before its own. It is called with all of them by name, and takes
-    those of `source` as `**options`."""
+    """Give a command the options of `source` before its own. It is called with all of them by name, and
+    receives those of `source` as `**options`."""
 
     def decorate(command: F) -> F:
         own = signature(command).parameters.values()
         shared = signature(source).parameters.values()
         parameters = [*shared, *(each for each in own if each.kind is not Parameter.VAR_KEYWORD)]
         hints = _parameter_hints(source) | _parameter_hints(command)
-        # All by name: then one without a default may follow one with.
+        # Keyword-only, so that one without a default may follow one with a default.
         by_name = [
             each.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in parameters
         ]
@@ -60,7 +60,8 @@ def takes_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def _parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's parameters. That of its result may be known to type checkers alone."""
+    """Return the types of a function's parameters. The return type may be importable by type checkers
+    only."""
     annotations = {name: each for name, each in function.__annotations__.items() if name != "return"}
     holder = type("Parameters", (), {"__annotations__": annotations})
     return get_type_hints(holder, globalns=function.__globals__, include_extras=True)
@@ -79,7 +80,7 @@ class _Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if get_terminal_size().columns < _MIN_TABLE_COLUMNS:
-            self.rich_markup_mode = None  # as plain text, which has room for every name
+            self.rich_markup_mode = None  # plain text, which has room for every name
         super().format_help(ctx, formatter)
 
 
@@ -89,7 +90,7 @@ class _Group(TyperGroup):
 
 
 def _without_values(options: Sequence[Any]) -> Sequence[Any]:
-    """Give flags a metavar that shows nothing; returns the same options."""
+    """Give flags an empty metavar; return the same options."""
     for option in options:
         if getattr(option, "is_flag", False):
             option.metavar = _NO_VALUE
@@ -97,7 +98,8 @@ def _without_values(options: Sequence[Any]) -> Sequence[Any]:
 
 
 def _with_values(args: Sequence[str], options: Sequence[Any]) -> list[str]:
-    """Give options their empty value that may be left out, and were: no other word follows them."""
+    """Insert the empty value after options whose value is optional and was omitted: no other word follows
+    them."""
     optional = {
         name
         for each in options

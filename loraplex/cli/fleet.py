@@ -1,6 +1,6 @@
 """`loraplex fleet`: many replicas behind a router, simulated and live.
 
-Imports wait until a command runs, so that `--help` answers at once.
+Imports are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SLOWEST_LINK: Final = 1e6
 _MOST_REPLICAS: Final = 10_000
 _MOST_SEEDS: Final = 1_000
 _MANY_ADAPTERS: Final = 100_000
-"""From so many on, a plan takes seconds."""
+"""Number of adapters from which a plan takes seconds."""
 
 _Replicas = Annotated[int, typer.Option("--replicas", help="How many replicas, all alike.")]
 _Policies = Annotated[
@@ -147,7 +147,7 @@ def simulate(
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     number = len(inputs.workload)
     expected = f"{number:,} {plural('request', number)}{_plans_in_words([policy], inputs)}"
-    # Without an estimate: an overloaded fleet has much to do when the last request has come.
+    # No estimate: an overloaded fleet has much left to do after the last arrival.
     with shown_progress("simulating", expected=expected, left=None) as progress:
         progress(policy.name, None)
         outcome = runs.run(policy, report=lambda share: progress(policy.name, share))
@@ -285,7 +285,7 @@ def capacity(
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)
     _check_fit(named, inputs)
-    if seconds is not None:  # the same requests at every rate, and time for each of them to end
+    if seconds is not None:  # the same requests at every rate, all of which may finish
         inputs = _whole(inputs, seconds)
     if inputs.workload[0].arrival_s == inputs.workload[-1].arrival_s:
         raise UserError(f"{workload}: all requests come at one moment, so that there is no rate to change")
@@ -368,7 +368,7 @@ def _named(text: str) -> list[Policy]:
 
 
 def _check_fit(policies: Sequence[Policy], inputs: FleetInputs) -> None:
-    """Raise UserError for a policy that the profile's engine has no use for, before anything runs."""
+    """Raise UserError, before anything runs, for a policy that does not apply to the profile's engine."""
     from loraplex.fleet.policy import PLACEMENTS
     from loraplex.perf.slot_profile import SlotProfile
 
@@ -416,7 +416,7 @@ def _inputs(
     found = read_profile_of(profile, None)
     requests, replay_options = read_inputs(workload, options)
     adapter_bytes = None
-    if isinstance(found, SlotProfile):  # the engine does not look at sizes, links do
+    if isinstance(found, SlotProfile):  # the engine ignores sizes, but links need them
         if options.slots is None:
             number = replay_options.num_adapters
             typer.echo(
@@ -443,7 +443,7 @@ def _inputs(
 
 
 def _plans_in_words(policies: Sequence[Policy], inputs: FleetInputs) -> str:
-    """Return what to expect of plans if they take long: there is nothing to report while one is made."""
+    """Return a note if plans take long, as no progress is reported while one is made."""
     from loraplex.fleet.policy import PLACEMENTS
 
     number = inputs.options.replay.num_adapters
@@ -453,7 +453,7 @@ def _plans_in_words(policies: Sequence[Policy], inputs: FleetInputs) -> str:
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
-    """Return the inputs with the requests that come within so many seconds of the first, and no end of the
+    """Return the inputs with only the requests that arrive within `seconds` of the first, and no end of the
     simulation."""
     requests = [each for each in inputs.workload if each.arrival_s < seconds]
     endless = replace(inputs.options.replay, until_s=math.inf)

@@ -1,4 +1,4 @@
-"""What a simulated fleet was run on, for the JSON files of `loraplex fleet`."""
+"""The conditions of a simulated fleet, for the JSON files of `loraplex fleet`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def conditions_of(profile: Path, workload: Path, inputs: FleetInputs) -> dict[str, Any]:
     """Return the version of loraplex, the profile, the workload, the fleet and the SLO. `profile` and
-    `workload`: as they were given, and `inputs` was read from them."""
+    `workload` are as given by the user; `inputs` was read from them."""
     from loraplex import __version__
     from loraplex.cli.profile_show import facts_of
 
@@ -49,7 +49,7 @@ def conditions_of(profile: Path, workload: Path, inputs: FleetInputs) -> dict[st
 
 
 def _adapters_by_rank(ranks: tuple[int, ...], num_adapters: int) -> dict[int, int]:
-    """Return how many adapters have each rank. `ranks`: theirs, over and over."""
+    """Return how many adapters have each rank. `ranks` are assigned to adapters in turn."""
     num_rounds, num_left = divmod(num_adapters, len(ranks))
     whole, rest = Counter(ranks), Counter(ranks[:num_left])
     counts = {rank: whole[rank] * num_rounds + rest[rank] for rank in sorted(whole)}
@@ -57,7 +57,8 @@ def _adapters_by_rank(ranks: tuple[int, ...], num_adapters: int) -> dict[int, in
 
 
 def _sha256_of(path: Path) -> str | None:
-    """Return the hash of a file; None for a profile of the package, or a pipe, which is read once."""
+    """Return the hash of a file; None for a profile of the package, or a pipe, which can be read only
+    once."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

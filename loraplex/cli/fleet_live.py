@@ -1,6 +1,6 @@
-"""`loraplex fleet serve`, `status`, `drain`, `restart`, `scale` and `explain`: replicas that serve.
+"""`loraplex fleet serve`, `status`, `drain`, `restart`, `scale` and `explain`: live fleets.
 
-Imports wait until a command runs, so that `--help` answers at once.
+Imports are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Move = Annotated[
 _DEFAULT_REPLICAS: Final = 2
 _FLEET_PATH: Final = "/v1/fleet"
 _CHANGE_S: Final = 3600.0
-"""Requests of a replica that leaves, and a start of a large model, may take long."""
+"""Timeout of a change in seconds: draining a replica, or starting a large model, may take long."""
 _REFUSED_WITHIN_S: Final = 1.0
-"""What cannot be done is refused before anything begins; an answer that takes longer is being worked on."""
-# The most telling first: a narrow terminal leaves out the last ones.
+"""Seconds after which a change counts as accepted: a refusal comes before the change starts."""
+# The most important columns first: a narrow terminal drops the last ones.
 _COLUMNS: Final = (
     number_column("replica"),
     text_column("state"),
@@ -94,7 +94,7 @@ def serve(
     from loraplex.server.fleet.backend_replicas import Backends
     from loraplex.server.fleet.ray_cluster import RayPlace
 
-    # A name that does not exist should not cost a start to find out.
+    # Check the names before the start, which takes long.
     policy = Policy.of(routing, placement, migrates=migrate)
     if backend and replicas is not None:
         raise typer.BadParameter(
@@ -127,7 +127,7 @@ def serve(
 
 
 def _ray_address(given: str) -> str | None:
-    """Return the cluster that is meant: without an address, the one that Ray's own programs take."""
+    """Return the cluster's address; without one, that of RAY_ADDRESS, as in Ray's own programs, or None."""
     return (os.environ.get("RAY_ADDRESS") or None) if given == WITHOUT_VALUE else given
 
 
@@ -177,8 +177,8 @@ def scale(
 
 @contextmanager
 def _said_if_slow(message: str) -> Iterator[None]:
-    """Say what is waited for, beside the output, once a server has not refused it at once: it answers when it
-    is done. It may still refuse it, or not be there."""
+    """Print to stderr what is being waited for if the server has not refused at once: it answers when it is
+    done. It may still refuse later, or be unreachable."""
     timer = threading.Timer(_REFUSED_WITHIN_S, _say, (f"{message}; this may take a while",))
     timer.daemon = True
     timer.start()
@@ -193,7 +193,7 @@ def _say(message: str) -> None:
 
 
 def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None, *, as_json: bool) -> None:
-    """Ask for a change that is answered when it is done, and show the replicas."""
+    """Request a change, wait until it is done, and show the replicas."""
     rows, answer = list_of(
         base_url, f"{_FLEET_PATH}/{what}", api_key, kind="replicas", body=body, timeout_s=_CHANGE_S
     )
@@ -201,13 +201,13 @@ def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None,
 
 
 def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) -> None:
-    """Show the replicas and what else the server answered: as it did, or as a table."""
+    """Show the replicas and the rest of the server's answer, as JSON or as a table."""
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
         return
     refusals = []
     for row in rows:
-        if row.get("message") and row.get("state") == "ready":  # a sentence too long for a column
+        if row.get("message") and row.get("state") == "ready":  # too long for a column
             refusals.append(f"replica {row['replica']}: {row['message']}")
             row["message"] = ""
         if row.get("drained"):
@@ -275,8 +275,8 @@ def explain(
 
 
 def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[Explanation]]:
-    """Return the decisions about a request, or about the latest one, and the state folder that has them: the
-    one that is named, or the usual one and those of demos that run. Raises UserError if there are none."""
+    """Return the decisions about a request, or about the latest one, and the state folder they are in: the
+    given one, or else the default one or that of a running demo. Raises UserError if there are none."""
     from loraplex.server.fleet.decision_log import FOLDER, logged_decisions
     from loraplex.server.fleet.explain import explain as explained
     from loraplex.server.fleet.logged_names import demo_state_dirs
@@ -289,7 +289,7 @@ def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[
     if request is None:
         latest = max(decided, key=lambda each: each[1][-1].decision.at_unix_s, default=None)
     else:
-        latest = next(decided, None)  # the logs of the others are not read
+        latest = next(decided, None)  # do not read the logs of further folders
     if latest is not None:
         return latest
     looked = ", ".join(str(folder / FOLDER) for folder in there or folders)
@@ -306,7 +306,7 @@ def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[
 
 
 def _named(folder: Path, version: str | None) -> str:
-    """Return an adapter as people call it."""
+    """Return an adapter's names and version for people."""
     from loraplex.server.fleet.logged_names import names_of
 
     if version is None:

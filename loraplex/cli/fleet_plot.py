@@ -1,4 +1,4 @@
-"""Simulated fleets as pictures: requests over time, in all and by replica, and policies beside each other."""
+"""Plots of simulated fleets: requests over time, in total and by replica, and comparisons of policies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _NUM_INTERVALS: Final = 100
 _NUM_DRAWN: Final = 100
-"""Of the 101 quantiles: all but the slowest request."""
+"""Number of the 101 quantiles to draw: all but the slowest request."""
 _LOG_ABOVE: Final = 15.0
-"""An axis is logarithmic if its largest value is more than so many times its smallest."""
+"""An axis is logarithmic if its largest value exceeds its smallest by more than this factor."""
 _FEW_DECADES: Final = 100.0
-"""Up to so many times the smallest value there is room for the labels of 2 and 5 between powers of ten."""
+"""Up to this ratio of the largest to the smallest value there is room for labels at 2 and 5."""
 _MISSES_SHOWN: Final = 6.0
-"""Attainments are shown down to so many times the share of requests that may miss the SLO."""
+"""Attainments are shown down to this many times the share of requests that may miss the SLO."""
 
 _NUM_COLOURS: Final = 10
 _LINES: Final = ("-", "--", ":", "-.")
@@ -34,13 +34,13 @@ _MARKERS: Final = ("o", "s", "^", "D")
 _HATCHES: Final = ("", "//", "..", "xx")
 """Lines, markers and bars of the first ten policies, the next ten and so on."""
 _ROWS: Final = 6
-"""Policies that the usual height has room for."""
+"""Policies for which the default height has room."""
 _LEAST_SPAN: Final = 1.0
-"""Per cent that are shown of attainments that are all the same."""
+"""Width in per cent of the axis if all attainments are equal."""
 
 
 class _Style(NamedTuple):
-    """What a policy looks like in all panels: unlike that of every other of some forty."""
+    """The style of a policy in all panels; unique among some forty."""
 
     colour: str
     line: str
@@ -54,7 +54,7 @@ class _Style(NamedTuple):
 
 
 def draw_outcome(outcome: FleetOutcome, *, title: str) -> Figure:
-    """Draw requests that run and wait over time, those of each replica over time, and each replica's share of
+    """Draw running and waiting requests over time, in total and by replica, and each replica's share of
     requests and adapters."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     (over_time, by_replica), (requests, adapters) = figure.subplots(2, 2)
@@ -78,7 +78,7 @@ def _draw_totals(over_time: Axes, timeline: Timeline) -> None:
 
 
 def _draw_replicas(axes: Axes, timelines: Sequence[Timeline]) -> None:
-    """Draw a row for each replica, the darker the more requests run and wait there."""
+    """Draw a row for each replica, darker where more requests run and wait."""
     present = [np.add(each.running, each.waiting) for each in timelines]
     interval_s, num_intervals = timelines[0].interval_s or 1.0 / _NUM_INTERVALS, len(present[0])
     edges_s = interval_s * np.arange(num_intervals + 1)
@@ -92,7 +92,7 @@ def _draw_replicas(axes: Axes, timelines: Sequence[Timeline]) -> None:
 
 
 def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: str) -> Figure:
-    """Draw the distributions of the first seed's times with the SLO's limits, and the attainment of every
+    """Draw the distributions of the first seed's latencies with the SLO's limits, and the attainment of every
     seed with its mean."""
     figure = Figure(figsize=(12, 7.5 + 0.4 * max(len(found) - _ROWS, 0)), layout="constrained")
     of_seed = " of seed 0" if any(len(runs) > 1 for runs in found.values()) else ""
@@ -120,7 +120,8 @@ def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: 
 def _draw_distributions(
     axes: Axes, quantiles_ms: Mapping[str, Sequence[float]], label: str, limit_ms: float | None
 ) -> None:
-    """Draw a line for each policy, up to the 99th percentile: one slow request would squeeze the rest."""
+    """Draw a line for each policy, up to the 99th percentile: a single slow request would squeeze the
+    rest."""
     drawn = {policy: values[:_NUM_DRAWN] for policy, values in quantiles_ms.items()}
     for row, (policy, values) in enumerate(drawn.items()):
         style = _Style.of(row)
@@ -146,7 +147,7 @@ def _draw_distributions(
 
 def _draw_attainments(axes: Axes, attainments: Mapping[str, Sequence[float]]) -> None:
     """Draw a row for each policy, the first on top: a mark for each seed, a bar at their mean, and the mean
-    beside the row."""
+    as text."""
     for row, shares in enumerate(attainments.values()):
         if not shares:
             continue
@@ -173,7 +174,7 @@ def _draw_attainments(axes: Axes, attainments: Mapping[str, Sequence[float]]) ->
 
 
 def draw_capacities(found: Mapping[str, Capacity], *, attainment: float, title: str) -> Figure:
-    """Draw each policy's capacity, and its attainment over the rates that were tried, near the one wanted."""
+    """Draw each policy's capacity, and its attainment over the tried rates, near the target."""
     figure = Figure(figsize=(12, 1.6 + max(0.45 * len(found), 3.0)), layout="constrained")
     bars, curves = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
     for row, each in enumerate(found.values()):
@@ -208,7 +209,7 @@ def draw_capacities(found: Mapping[str, Capacity], *, attainment: float, title: 
 
 
 def _draw_wanted(axes: Axes, found: Mapping[str, Capacity], attainment: float) -> None:
-    """Set the range around the attainment that is wanted, where policies differ, and mark it."""
+    """Set the range around the target attainment, where policies differ, and mark it."""
     least = max(0.0, 1.0 - _MISSES_SHOWN * max(1.0 - attainment, 0.002))
     shown = [rate for each in found.values() for rate, share in each.tried if share >= least]
     beyond = [

@@ -1,4 +1,4 @@
-"""Simulated fleets as people read them: what `loraplex fleet simulate`, `compare` and `capacity` print."""
+"""The output of `loraplex fleet simulate`, `compare` and `capacity`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from loraplex.twin.slo import Slo
 
 _WHOLE_ABOVE: Final = 1000.0
-"""Larger figures are printed without decimals."""
+"""Figures from here on are printed without decimals."""
 _TIMES: Final = "TPOT: time per output token after the first. TPT: whole time over output tokens."
 
 
 def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> None:
-    """Print what came of one run, and how evenly replicas shared it."""
+    """Print the results of one run, and how evenly replicas shared it."""
     summary = outcome.all.summary()
     typer.echo(f"{served_in_words(summary)}, {summary['output_tok_s']:,.0f} output tok/s")
     typer.echo(_attained(figures, slo))
@@ -59,7 +59,7 @@ def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> Non
 
 
 def served_in_words(summary: Mapping[str, Any]) -> str:
-    """Return how many requests of a run were served, and how many of them its end interrupted."""
+    """Return how many requests of a run were served, and how many were unfinished at its end."""
     number, unfinished = summary["num_requests"], summary["num_unfinished"]
     running = f" ({unfinished:,} still ran or waited at the end)" if unfinished else ""
     return (
@@ -79,7 +79,7 @@ def _attained(figures: PolicyFigures, slo: Slo) -> str:
 
 
 def show_overload(begin: str, replicas: list[tuple[int, float]]) -> None:
-    """Print at which replicas requests wait, if there are any."""
+    """Print the replicas at which requests wait, if there are any."""
     if replicas:
         where = ", ".join(f"replica {number:,} ({waiting:,.1f} requests)" for number, waiting in replicas)
         typer.echo(
@@ -95,7 +95,7 @@ def show_policies(
     num_seeds: int,
     has_link: bool,
 ) -> None:
-    """Print a line of each policy. `intervals`: half the width of each mean's 95% confidence interval.
+    """Print a line for each policy. `intervals`: half the width of each mean's 95% confidence interval.
     `has_link`: replicas fetch adapters from each other."""
     typer.echo(f"attained: {slo.in_words()}. {_TIMES}")
     if num_seeds > 1:
@@ -140,12 +140,12 @@ def _cell(
 
 
 def is_known(capacity: Capacity) -> bool:
-    """Tell whether a highest rate was found."""
+    """Return whether a highest rate was found."""
     return capacity.rps is not None and math.isfinite(capacity.rps)
 
 
 def capacity_in_words(capacity: Capacity) -> str:
-    """Return the capacity as its line has it, or why there is none."""
+    """Return the capacity for printing, or why there is none."""
     if capacity.rps is None:
         return f"at no rate, however low; the most was {capacity.best_attainment:.1%}"
     if not math.isfinite(capacity.rps):
@@ -172,5 +172,5 @@ def capacity_in_words(capacity: Capacity) -> str:
 
 
 def _significant(rate: float) -> str:
-    """Return a rate with two decimals, or with as many as show three digits of it."""
+    """Return a rate with two decimals, or with three significant digits if it is below 1."""
     return f"{rate:,.2f}" if rate >= 1 else f"{rate:.3g}"

@@ -1,5 +1,5 @@
-"""Whether a file for results or a picture can be written is found out before anything is measured. Results
-that were there stay until all of the next ones are written."""
+"""Result files and pictures. A command checks that they can be written before it measures anything, and old
+results stay until the new ones are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[Path, ...] = ()) -> None:
-    """A usage error if not, or if it is one of the files that are read; leaves nothing behind."""
+    """Raise a usage error if the file cannot be written or is one of the inputs; leaves nothing behind."""
     if path is None:
         return
     if any(path.resolve() == each.resolve() for each in inputs):
@@ -34,26 +34,26 @@ def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[P
             param_hint=option,
         ) from None
     if not existed:
-        path.resolve().unlink()  # of a link, what it stands for: the link was there
+        path.resolve().unlink()  # if it is a link, remove its target: the link existed before
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write the file as `save_json` does, and say so."""
+    """Write the file like `save_json`, and print its name."""
     save_json(path, document)
     typer.echo(f"wrote {path}")
 
 
 def save_json(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file in one go, or leave it as it is. Pipes and devices stay what they are."""
+    """Replace the file atomically, or leave it as it is. Pipes and devices are written to."""
     _save(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
 
 
 @contextmanager
 def files_saved(*saves: tuple[Path | None, Callable[[Path], None]]) -> Iterator[None]:
-    """Save files, and then print their figures in the block: each is done also if the other one fails.
+    """Save files, then run the block that prints their figures; each happens even if the other fails.
 
-    Files come first, as the output may have no room, or its reader may leave. An error of theirs is raised
-    when the figures are printed.
+    Files come first, as printing may fail on a full disk or a closed pipe. Errors of saving are raised after
+    the block.
     """
     errors: list[StorageError] = []
     written: list[Path] = []
@@ -73,7 +73,7 @@ def files_saved(*saves: tuple[Path | None, Callable[[Path], None]]) -> Iterator[
 
 
 def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Path, ...] = ()) -> None:
-    """The same of a PNG: by other names it would be drawn as something else, or not at all."""
+    """Check a picture like `check_writable`; also that it is a .png, as other suffixes mean other formats."""
     if path is None:
         return
     if path.suffix.lower() != ".png":
@@ -82,7 +82,7 @@ def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Pa
 
 
 def save_picture(path: Path, figure: Figure) -> None:
-    """Write a figure as a PNG, as `save_json` writes its file."""
+    """Write a figure as a PNG, like `save_json`."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format="png")
     _save(path, picture.getvalue())
@@ -93,13 +93,13 @@ def _save(path: Path, data: bytes) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
-        path = path.resolve()  # the file that a link stands for is written, not the link
+        path = path.resolve()  # write the file that a link points to, not the link
         unfinished = path.with_name(f".{path.name}.new")
         try:
             unfinished.write_bytes(data)
             unfinished.replace(path)
         finally:
-            unfinished.unlink(missing_ok=True)  # unless it has moved to its place
+            unfinished.unlink(missing_ok=True)  # gone already if the replacement succeeded
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}); make room, or name another"

@@ -25,7 +25,7 @@ app = App(
 )
 app.command()(serve)
 app.command()(demo)
-# The command groups import what they need when a command runs, so mounting them costs nothing.
+# The command groups defer their imports until a command runs, so adding them costs little.
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(bench.app, name="bench")
 app.add_typer(workload.app, name="workload")
@@ -47,14 +47,14 @@ def main() -> None:
     """Run a command. An error is one line on stderr and an exit code.
 
     2: bad usage. 3: the engine of a server died too often, and the server should be started again.
-    130: Ctrl-C, but for servers, which end with 0. 1: everything else.
+    130: Ctrl-C, except for servers, which end with 0. 1: everything else.
     """
     end_with_the_reader()
     try:
         try:
             app()
         finally:
-            sys.stdout.flush()  # an error that the end of the interpreter meets would be a traceback
+            sys.stdout.flush()  # an error at interpreter exit would print a traceback
     except LoraplexError as error:
         message = " ".join(str(error).split())
         _say(f"error: {message}")

@@ -1,6 +1,6 @@
-"""`loraplex profile`: measure this machine once, so that the engine knows what things cost on it.
+"""`loraplex profile`: measure the costs of an engine on this machine, for scheduling and simulation.
 
-Imports of torch wait until the command runs, so that `--help` answers at once.
+Imports of torch are deferred until the command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from loraplex.model.config import ModelConfig
 
 _CPU_S: Final = (10 * 60, 2 * 3600)
-"""Seconds that two cores take for a tiny model, and for one of 100 million parameters."""
+"""Seconds on two cores for a tiny model, and for one of 100 million parameters."""
 _EXIT_INTERRUPTED: Final = 130
-"""The exit code of a command that was interrupted."""
+"""Exit code of an interrupted command."""
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
-"""The files that are read of a model's folder."""
+"""Files that are read in a model's folder."""
 
 app = App(help="What things cost: measured on this machine, fitted to recorded runs, or known by name.")
 
@@ -156,7 +156,7 @@ def show(
 def _resolve(
     model: str | None, shape: str | None, device: str, dtype: str, threads: int | None
 ) -> tuple[ModelConfig, str, torch.dtype]:
-    """Return the model, device and dtype to measure; options have the defaults that `serve` gives them."""
+    """Return the model, device and dtype to measure, with the same defaults as `serve`."""
     import torch
 
     from loraplex.bench.random_engine import check_shape
@@ -180,7 +180,7 @@ def _resolve(
 
 
 def _expected(options: ProfileOptions) -> str:
-    """Return an estimate in words; nothing is known of the machine before the first steps."""
+    """Return an estimate of the duration in words; nothing is known about the machine yet."""
     from loraplex.bench.profile_scenarios import CPU_REPEATS
 
     follows = "an estimate follows once 1% is measured"
@@ -196,7 +196,7 @@ def _expected(options: ProfileOptions) -> str:
 
 
 def _short_name(model: str | None) -> str | None:
-    """A folder's own name: with all of its path, there is no room for anything else on the line."""
+    """Return a folder's own name: its whole path would not fit on the progress line."""
     if model is None or not os.path.isdir(model):
         return model
     return Path(model).resolve().name

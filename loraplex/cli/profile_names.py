@@ -1,4 +1,4 @@
-"""Profiles as commands are given them: a name or a file, and what to do if it is neither."""
+"""Resolves profiles given to commands by name or file, with helpful errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def find_given_profile(path: Path, model: str | None = None) -> Profile:
-    """Return the profile of this path or name. `model`: what it must be of. Raises UserError with what to
-    give instead."""
+    """Return the profile of this path or name. `model`: the required model. Raises UserError that says what
+    to give instead."""
     from loraplex.perf.named_profiles import find_profile, named_profiles
 
     if path.exists() and not path.is_dir():

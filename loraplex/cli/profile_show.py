@@ -1,4 +1,4 @@
-"""Profiles as people read them: a line of each, or a page of one."""
+"""Prints profiles: a list of them, or one in detail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HELD_OUT: Final = {"output tok/s": "output_tok_s", "ITL": "itl_s", "TTFT": "ttf
 
 
 def print_profiles(profiles: Mapping[str, Profile]) -> None:
-    """Print a line of each: its name, what it is of, and how well it fits."""
+    """Print a line for each profile: its name, subject, and quality of fit."""
     from loraplex.perf.named_profiles import model_of
 
     table = _table(("name", "engine", "machine", "model", "mean error held out"))
@@ -30,8 +30,8 @@ def print_profiles(profiles: Mapping[str, Profile]) -> None:
 
 
 def facts_of(name: str, profile: Profile) -> dict[str, Any]:
-    """Return what `print_profiles` prints of one, as JSON. `mean_error`: held out, as shares; empty if it was
-    not measured."""
+    """Return what `print_profiles` prints of one, as JSON. `mean_error`: on held-out samples, as shares;
+    empty if not measured."""
     from loraplex.perf.cost_model import CostModel
     from loraplex.perf.named_profiles import model_of
 
@@ -46,7 +46,7 @@ def facts_of(name: str, profile: Profile) -> dict[str, Any]:
 
 
 def print_profile(name: str, profile: Profile) -> None:
-    """Print what it is of, and what it says of steps, memory and loads."""
+    """Print a profile's subject, and its figures of steps, memory and loads."""
     from loraplex.perf.named_profiles import model_of
     from loraplex.perf.profile_figures import CONTEXT, PROMPT, RANK, SMALL_RANK, figures_of
 
@@ -80,14 +80,14 @@ def _table(columns: Iterable[str], *, headings: bool = True, numbers: bool = Fal
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Text that steers neither the terminal nor rich: profiles may come from strangers."""
+    """Return text without control characters or rich markup: profiles are untrusted data."""
     from rich.text import Text
 
     return Text(printable(words), style=style)
 
 
 def _print(*parts: Text | Table) -> None:
-    """A pipe has no width, and gets lines as long as they are."""
+    """Print parts. A pipe has no width, so its lines are not wrapped."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -112,7 +112,7 @@ def _machine(profile: Profile) -> str:
 
 
 def _device(profile: Profile) -> str:
-    """The machine without the processor beside its GPU."""
+    """Return the machine without the CPU beside its GPU."""
     from loraplex.perf.cost_model import CostModel
 
     machine = _machine(profile)
@@ -121,8 +121,8 @@ def _device(profile: Profile) -> str:
 
 
 def _short(model: str) -> str:
-    """A shape up to its layers, their width and that of their MLPs, which tells 7B and 8B apart; what follows
-    is for machines."""
+    """Return the part of a shape up to its MLP width, which tells 7B and 8B apart; the rest is not for
+    people."""
     return model.partition("-heads")[0]
 
 
@@ -142,7 +142,7 @@ def _fit(profile: Profile) -> str:
 
 
 def _mean_errors(profile: Profile) -> dict[str, float]:
-    """Return how far off the profile is for what it was not fitted to, as shares."""
+    """Return the profile's mean errors on held-out samples, as shares."""
     from loraplex.perf.cost_model import CostModel, KernelKind
 
     if isinstance(profile, CostModel):
@@ -177,7 +177,7 @@ def _load(figures: ProfileFigures) -> str:
 
 
 def _cells(each: DecodeFigures, *, no_room: bool) -> tuple[str, ...]:
-    """`no_room`: the memory does not hold as many adapters and requests."""
+    """Return a row of cells. `no_room`: memory does not hold this many adapters and requests."""
     nothing = "no room" if no_room else "-"
     times = (each.base_s, each.lora_s, each.mixed_s)
     return (str(each.num_requests), *(nothing if time is None else f"{time * 1e3:,.2f}" for time in times))

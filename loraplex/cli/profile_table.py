@@ -1,4 +1,4 @@
-"""The costs of a profile as a table, and a warning where they explain little of what was measured."""
+"""Prints the costs of a profile as a table, and warns of poor fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POOR_R_SQUARED: Final = 0.5
 
 
 def print_costs(model: CostModel) -> None:
-    """Print what was fitted, and how well."""
+    """Print the fitted costs and the quality of each fit."""
     from rich.console import Console
     from rich.table import Table
 
@@ -34,8 +34,8 @@ def print_costs(model: CostModel) -> None:
 
 
 def warn_of_poor_fits(model: CostModel, advice: str) -> bool:
-    """Print one line, and return True, if a cost explains little of what was measured. `advice`: what to do
-    about it."""
+    """Print a warning and return True if a cost explains little of the measurements. `advice`: how to fix
+    it."""
     poor = [
         name.strip()
         for name, _, quality in _rows(model)

@@ -1,6 +1,6 @@
 """`loraplex serve` and `loraplex demo`.
 
-Imports wait until a command runs, so that `--help` answers at once.
+Imports are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def serve_options(
     allowed_hosts: option.AllowedHosts = None,
     allowed_origins: option.AllowedOrigins = None,
 ) -> ServeOptions:
-    """Return what is asked for. The parameters are the options that all commands have which serve."""
+    """Return the options of a server. The parameters are the CLI options that all serving commands share."""
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
@@ -124,7 +124,7 @@ def serve(
 
 
 def run_server(options: ServeOptions, log_level: LogLevel, log_format: LogFormat) -> None:
-    """Serve until a signal."""
+    """Serve until a signal arrives."""
     from loraplex.server.run import serve as run
 
     outlive_the_reader()
@@ -151,10 +151,10 @@ def demo(
 
     outlive_the_reader()
     folder = ensure_demo_base()
-    # The first ones are shown as examples: those whose effect is seen at a glance.
+    # The first ones are shown as examples: those whose effect is easy to see.
     shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
-    # A state of its own, gone at the end: what was loaded by hand into one demo is not part of the next.
+    # A temporary state folder: adapters loaded into one demo are not part of the next.
     with (
         tempfile.TemporaryDirectory(prefix=DEMO_PREFIX, ignore_cleanup_errors=True) as state_dir,
         logging_to_stderr(log_level.number, log_format),
@@ -169,12 +169,12 @@ def demo(
         try:
             run(options, Announcer(prompts))
         except AddressError as error:
-            # `make demo` takes no options: the command that does is named as it was run.
+            # `make demo` takes no options, so name the command that does.
             fix = f"run `{_command()} demo --port 0` for any free port, or name one"
             raise AddressError(error.reason, fix=fix) from None
 
 
 def _command() -> str:
-    """This program as a shell finds it."""
+    """Return this program's name for a shell."""
     program = sys.argv[0]
     return shlex.quote(program) if Path(program).name == _PROGRAM else _PROGRAM

@@ -1,4 +1,4 @@
-"""The options of `loraplex serve`: what they are called and take, and how their values are read."""
+"""The options of `loraplex serve`, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ TensorParallel = Annotated[
 ]
 StartPolicy = Annotated[
     ColdStart,
-    # Kinds of values are kept short here: wide ones cut the names of options on narrow terminals.
+    # Metavars are short: wide ones truncate the names of options on narrow terminals.
     typer.Option(
         metavar="POLICY",
         help="What a request does whose adapter is not on the device yet: "
@@ -265,7 +265,7 @@ Format = Annotated[
 
 
 def parse_adapters(texts: Sequence[str] | None) -> dict[str, str]:
-    """NAME=SOURCE of each --adapter, as name to source."""
+    """Parse each --adapter NAME=SOURCE into name -> source."""
     found: dict[str, str] = {}
     for text in texts or ():
         name, equals, source = text.partition("=")
@@ -286,7 +286,7 @@ def parse_size_or_none(text: str | None, option: str) -> int | None:
 
 
 def parse_seconds(seconds: float, option: str, *, at_least: float = 0.0) -> float:
-    """A time that can be waited for, above 0 if there is no other limit."""
+    """Return seconds that are finite and above 0, or at least `at_least`."""
     is_enough = seconds >= at_least if at_least else seconds > 0
     if not is_enough or seconds == math.inf:  # NaN is neither
         least = f"at least {at_least:g}" if at_least else "above 0"
@@ -301,7 +301,7 @@ def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:
 
 
 def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option: str) -> tuple[str, ...]:
-    """The values of an option that is repeated, or given once with commas between its values."""
+    """Return the values of an option that is repeated, or given once with comma-separated values."""
     try:
         return tuple(parse(part) for text in texts or () for part in text.split(",") if part.strip())
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Calls of a running server from the command line."""
+"""HTTP calls to a running server from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex.core.words import no_server
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _TIMEOUT_S: Final = 10.0
 _CHANGE_S: Final = 3600.0
-"""An adapter may have to be fetched first, and wait for its turn on a busy server."""
+"""Timeout of a change in seconds: an adapter may have to be downloaded, or wait on a busy server."""
 
 BaseUrl = Annotated[str, typer.Option(help="URL of the server.")]
 ApiKey = Annotated[
@@ -30,7 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def rows_of(base_url: str, path: str, api_key: str | None, *, kind: str) -> list[dict[str, Any]]:
-    """Return the list that a route answers with, as `list_of` does, without what else is there."""
+    """Return the rows of `list_of` alone."""
     rows, _ = list_of(base_url, path, api_key, kind=kind)
     return rows
 
@@ -44,10 +44,10 @@ def list_of(
     body: object = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the list that a route answers with, `kind` in words, and the whole answer. With a body it is
-    posted.
+    """Return the list that a route answers with, and the whole answer. `kind` names the list's items in
+    errors. A body is sent by POST.
 
-    Raises UserError if there is no such server, or it refuses.
+    Raises UserError if the server cannot be reached or refuses.
     """
     url, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
     try:
@@ -61,7 +61,7 @@ def list_of(
 
 
 def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: object) -> str:
-    """Return the words that a change is answered with when it is done. Raises as `list_of` does."""
+    """Return the text that a change is answered with when it is done. Raises like `list_of`."""
     _, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=_CHANGE_S)
     return answered.decode("utf-8", "replace")
 
@@ -69,7 +69,7 @@ def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: o
 def _call(
     base_url: str, path: str, api_key: str | None, *, kind: str, body: object, timeout_s: float
 ) -> tuple[str, bytes]:
-    """The URL that was called, and its answer."""
+    """Return the URL that was called, and the response body."""
     url = f"{base_url.rstrip('/').removesuffix('/v1')}{path}"
     if not url.startswith(("http://", "https://")):
         raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
@@ -113,7 +113,7 @@ def _error_message(body: bytes) -> str:
 
 
 def _error_field(body: bytes, name: str) -> object:
-    """A field of an error in OpenAI's shape; None if it is something else."""
+    """Return a field of an OpenAI-style error; None if the body is something else."""
     try:
         return json.loads(body)["error"][name]
     except (ValueError, KeyError, TypeError):

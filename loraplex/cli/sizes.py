@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them, 512MiB, 2GB, 1.5g, and as they like to read them."""
+"""Parsing and formatting of memory sizes: 512MiB, 2GB, 1.5g."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RATE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)/s\s*", re.IGNORECASE)
 
 
 def parse_size(text: str, option: str | None = None) -> int:
-    """Bytes; GB is 10^9, GiB and a bare g are 2^30. Raises a usage error, which names the option."""
+    """Return bytes; GB is 10^9, GiB and a bare g are 2^30. Raises a usage error that names the option."""
     match = _SIZE.fullmatch(text)
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:
@@ -36,10 +36,11 @@ def parse_size(text: str, option: str | None = None) -> int:
 
 
 def parse_rate(text: str, option: str | None = None) -> float:
-    """Bytes per second of 25GB/s, or of 200Gb/s in bits. Raises a usage error, which names the option."""
+    """Return bytes per second of 25GB/s, or of 200Gb/s in bits. Raises a usage error that names the
+    option."""
     match = _RATE.fullmatch(text)
     unit = None if match is None else _UNITS.get(match[2].lower())
-    # Bits and bytes differ by a letter's case: where all letters are small, nobody knows which are meant.
+    # Bits and bytes differ by the case of a letter: if all letters are lower case, it is ambiguous.
     is_unclear = match is not None and match[2].islower() and match[2] != "b" and match[2].endswith("b")
     if match is None or unit is None or is_unclear:
         raise typer.BadParameter(
@@ -53,7 +54,7 @@ def parse_rate(text: str, option: str | None = None) -> float:
 
 
 def format_size(num_bytes: int) -> str:
-    """Three digits or so: 512 B, 3.2 MiB, 120 GiB."""
+    """Format a size with about three digits: 512 B, 3.2 MiB, 120 GiB."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

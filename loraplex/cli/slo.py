@@ -1,4 +1,4 @@
-"""Service level objectives as options spell them: 1.5x, 30ms or 0.03s per token, 10s to the first token."""
+"""Parsing of service level objectives: 1.5x, 30ms or 0.03s per token, 10s to the first token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FORM: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(x|ms|s)\s*")
 
 
 class _Limit(NamedTuple):
-    """A limit as an option gives it. `unit`: `x` for a multiple of what the base model takes alone."""
+    """A limit as given in an option. `unit`: `x` for a multiple of the base model's latency alone."""
 
     amount: float
     unit: str
@@ -53,14 +53,15 @@ class _Limit(NamedTuple):
 
 
 class AskedSlo(NamedTuple):
-    """An SLO as options give it."""
+    """An SLO as given in options."""
 
     tpt: _Limit | None
     tpot: _Limit | None
     ttft_s: float | None
 
     def slo(self, base_times: Callable[[], BaseTimes]) -> Slo:
-        """Return it in seconds. `base_times`: what the base model takes alone; asked only for a multiple."""
+        """Return the SLO in seconds. `base_times`: the base model's latencies alone; called only for
+        multiples."""
         is_multiple = any(limit is not None and limit.unit == _MULTIPLE for limit in (self.tpt, self.tpot))
         base_tpt_s, base_tpot_s = base_times() if is_multiple else (math.nan, math.nan)
         return Slo(
@@ -71,7 +72,7 @@ class AskedSlo(NamedTuple):
 
 
 def parse_slo(slo_tpt: str | None, slo_tpot: str | None, slo_ttft: str | None) -> AskedSlo:
-    """Read all options. Raises a usage error, which names the one that is wrong."""
+    """Parse all options. Raises a usage error that names the wrong one."""
     ttft_s = None if slo_ttft is None else _parse_ttft(slo_ttft)
     tpot = None if slo_tpot is None else _parse_pace(slo_tpot, "--slo-tpot")
     if slo_tpt is None:

@@ -1,4 +1,4 @@
-"""Tables that stay readable at the width of the terminal."""
+"""Tables that fit the width of the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """The values of one key. `show` makes text of a value of the right kind."""
+    """The values of one key. `show` formats a value of type `kind`."""
 
     key: str
     heading: str
@@ -40,9 +40,9 @@ def number_column(
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """Print what fits a terminal: a line that wraps is harder to read than one without its last columns.
+    """Print the columns that fit a terminal: dropping the last columns reads better than wrapped lines.
 
-    A pipe has no width, and gets everything, unless COLUMNS says how much it wants.
+    A pipe has no width and gets all columns, unless COLUMNS is set.
     """
     from rich.console import Console
     from rich.table import Table
@@ -65,12 +65,12 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
 
 
 def printable(text: str) -> str:
-    """Names come from strangers' files; a terminal must not be steered by them."""
+    """Replace control characters: names may come from untrusted files and must not control the terminal."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _fitting(rows: Sequence[Row], columns: Sequence[Column], width: int) -> Sequence[Column]:
-    """The first columns that fit side by side, and always a few."""
+    """Return the first columns that fit side by side, and always a few."""
     widths = [_width(rows, column) for column in columns]
     num_shown = len(columns)
     while num_shown > _MIN_COLUMNS and sum(widths[:num_shown]) + _GAP * (num_shown - 1) > width:

@@ -1,6 +1,6 @@
-"""`loraplex twin`: what an engine would do, without one.
+"""`loraplex twin`: simulate an engine.
 
-Imports wait until a command runs, so that `--help` answers at once.
+Imports are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations

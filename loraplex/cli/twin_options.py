@@ -1,4 +1,4 @@
-"""What commands that simulate are told: options they have in common, and the files these name."""
+"""Options that the simulating commands share, and reading of the files they name."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures
 
 _DEFAULT_RANKS = (16,)
 _MOST_ADAPTERS = 1_000_000
-"""The most adapters that a workload has unless --adapters says so: the scheduler knows each, used or not."""
+"""Most adapters of a workload without --adapters: the scheduler keeps state for each, used or not."""
 _POOR_ERROR = 0.15
 
 
 class TwinOptions(NamedTuple):
-    """The options that both commands that simulate have."""
+    """The options that all simulating commands share."""
 
     adapters: int | None
     ranks: str | None
@@ -92,8 +92,7 @@ class TwinOptions(NamedTuple):
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
-    """Read a profile by its path or name, with a warning if it was measured badly: what comes of it is no
-    better."""
+    """Read a profile by path or name. Warns if it was measured poorly, as predictions are no better."""
     from loraplex.perf.cost_model import CostModel
 
     profile = find_given_profile(path, model)
@@ -114,8 +113,8 @@ def read_profile_of(path: Path, model: str | None) -> Profile:
 def read_inputs(
     workload: Path, options: TwinOptions, engine: LiveEngine | None = None
 ) -> tuple[list[WorkloadRequest], ReplayOptions]:
-    """Return the requests, counted from the first arrival, and how to simulate them. `engine`: what holds
-    where no option says otherwise."""
+    """Return the requests, with times counted from the first arrival, and the replay options. `engine`: the
+    live engine's settings, used where no option is given."""
     from loraplex.core.modules import module_names
     from loraplex.twin.replay import ReplayOptions, from_first_arrival
     from loraplex.workload.jsonl import WorkloadFile

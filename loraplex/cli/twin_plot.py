@@ -1,4 +1,4 @@
-"""A simulated run as a picture: how many requests ran and waited."""
+"""Plot of a simulated run: running and waiting requests over time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from loraplex.twin.outcome import Outcome
 
 _NUM_INTERVALS: Final = 100
-"""As many as can be told apart in the picture."""
+"""Number of intervals that can be told apart in the picture."""
 
 
 def draw_outcome(outcome: Outcome, *, workload: str, profile: str) -> Figure:
-    """Return the figure: means over intervals, titled with what was simulated on what."""
+    """Return the figure: means over intervals, titled with workload and profile."""
     from matplotlib.figure import Figure
 
     timeline = outcome.timeline(num_intervals=_NUM_INTERVALS)

@@ -1,4 +1,4 @@
-"""Options of `vllm serve` that have another name here, or none: what to tell those who give them."""
+"""Options of `vllm serve` that have another name here, or none, and what to use instead."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _INSTEAD: Final = {
 
 
 def refuse_vllm_options(args: Sequence[str], known: Collection[str], context: Any) -> None:
-    """Raise a usage error for an option that only vLLM knows, with what to give instead. `known`: the options
-    of the command that is run, `context`: typer's."""
+    """Raise a usage error for an option that only vLLM has, with what to give instead. `known`: the options
+    of the command being run, `context`: typer's."""
     for arg in args:
         name = arg.partition("=")[0]
         if name in _INSTEAD and name not in known:

@@ -1,6 +1,6 @@
-"""`loraplex workload`: make workload files, say what is in them, draw them.
+"""`loraplex workload`: make, describe and plot workload files.
 
-Imports of numpy and matplotlib wait until a command runs, so that `--help` answers at once.
+Imports of numpy and matplotlib are deferred until a command runs, to keep `--help` fast.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ app = App(help="Make workload files, say what is in them, draw them.", no_args_i
 _File = Annotated[Path, typer.Argument(help="A workload file, .jsonl or .jsonl.gz.", show_default=False)]
 _SHOW_EVERY: Final = 10_000
 _MOST_REQUESTS: Final = 100_000_000
-"""Some 8 GB, and a quarter of an hour."""
+"""Most requests of a file: about 8 GB, written in a quarter of an hour."""
 _BESIDE_PAPER: Final = ("data", "rate", "duration_s", "num_adapters", "seed")
 
 
 _PIPE_COLUMNS: Final = 100
-"""Columns of text where there is no terminal, and the most where there is one."""
+"""Width of text in columns without a terminal, and the largest width on one."""
 
 
 @app.command()
@@ -175,7 +175,7 @@ def _write(workload: Workload, out: Path) -> None:
 
 
 def _check_size(recipe: Recipe) -> None:
-    """Raise RecipeError for a workload of more requests than anybody waits for, or has room for."""
+    """Raise RecipeError for a workload with too many requests to generate or store."""
     from loraplex.workload.build_parts import blaming
     from loraplex.workload.mix import parse_mix
     from loraplex.workload.recipe import DEFAULT_DURATION_S, DEFAULT_NUM_ADAPTERS, RecipeError
@@ -192,7 +192,7 @@ def _check_size(recipe: Recipe) -> None:
         weighted = sum(value * weight for value, weight in zip(mix.values, mix.weights, strict=True))
         rate = weighted / sum(mix.weights) * (recipe.num_adapters or DEFAULT_NUM_ADAPTERS)
     duration_s = recipe.duration_s or DEFAULT_DURATION_S
-    # A trace ends by itself.
+    # A trace is finite.
     if recipe.source is None and recipe.replay is None and (rate or 0.0) * duration_s > _MOST_REQUESTS:
         raise RecipeError(
             name,
@@ -217,7 +217,7 @@ def _counted(file: Path) -> WorkloadCounts:
 
 
 def _watched(workload: Workload, what: str) -> Iterator[WorkloadRequest]:
-    """The requests, with a line on the terminal that counts them."""
+    """Yield the requests, while a line on the terminal counts them."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,4 +1,4 @@
-"""The options of `loraplex workload make`. None has a default here: `loraplex.workload.recipe` has them."""
+"""The options of `loraplex workload make`. They have no defaults here, but in `loraplex.workload.recipe`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of numpy arrays that plain data comes in, by the names that annotations use."""
+"""Names for the numpy array types used in annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time as a value that is handed in, so that deciding code runs on a real or a virtual clock alike."""
+"""Clocks that are passed in, so that the same decisions run on a real or a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some fixed moment; never goes backwards."""
+    """A source of seconds since some fixed moment; never goes backwards."""
 
     def now_s(self) -> float: ...
 
@@ -20,7 +20,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to: for tests and simulation."""
+    """A virtual clock that moves only by `advance`: for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -1,4 +1,4 @@
-"""How a request starts whose adapter is not on the device yet."""
+"""Policies for a request whose adapter is not on the device yet."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from enum import StrEnum
 
 
 class ColdStart(StrEnum):
-    """What happens between the arrival of such a request and its first step."""
+    """A cold start policy: what happens between the arrival of such a request and its first step."""
 
     CACHED = "cached"
-    """Every adapter is brought in when it is registered, and stays."""
+    """Every adapter is loaded when it is registered, and stays resident."""
     ON_DEMAND = "on-demand"
-    """All steps wait until it is there."""
+    """All steps wait until the adapter is loaded."""
     OVERLAP = "overlap"
-    """It is brought in beside the steps of others; the request waits until it is there."""
+    """The adapter is loaded while other requests run; the request waits until it is resident."""
     PIPELINED = "pipelined"
     """The request runs at once; each layer waits for its own weights."""
     CPU_ASSIST = "cpu-assist"
-    """Pipelined, and CPU workers compute the first layers, for as long as they are not there."""
+    """Pipelined, and CPU workers compute the LoRA products of the first layers while these are not loaded."""
     AUTO = "auto"
-    """Pipelined where others in the step do not wait for it longer than it would for the next step."""
+    """Pipelined if that delays the others in the step by no more than waiting for the next step would delay
+    the request."""

@@ -1,12 +1,13 @@
-"""The answer to a request so far, and the request that goes on from there.
+"""A request's answer so far, and the request that continues it on another engine.
 
-    attempt   request                               outputs            told
+    attempt   request                               outputs            reported to the client
     1         prompt                                a b c †            a b c
     2         prompt, output a b c                  d e †              d e
     3         prompt, output a b c d e              f, finished        f, finished
 
-An engine that is given such a request makes the tokens that the first one would have made: penalties, lengths
-and seeds go by the whole answer. What was drawn without a seed goes on with new draws.
+An engine that is given a continuation produces the tokens that the first engine would have produced:
+penalties, lengths and seeds count the whole answer. Without a seed, the continuation samples with new random
+draws.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 def continued(
     request: EngineRequest, token_ids: tuple[int, ...], *, has_prompt_logprobs: bool = True
 ) -> EngineRequest:
-    """Return the request for what follows these tokens of its answer.
+    """Return the request that continues after these output tokens.
 
-    `has_prompt_logprobs`: they have come, if they were asked for, and are not asked for again.
+    `has_prompt_logprobs`: prompt logprobs, if requested, were already received and are not requested again.
     """
     if not token_ids:
         return request
@@ -32,7 +33,7 @@ def continued(
 
 
 class AnswerSoFar:
-    """What engines have told of one request, one after the other, as one answer."""
+    """The outputs of a request's attempts, joined into one answer."""
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
@@ -52,17 +53,20 @@ class AnswerSoFar:
         return len(self._token_ids)
 
     def attempt(self) -> EngineRequest:
-        """Return the request for the rest, which is given to an engine now.
+        """Return the request for the next attempt.
 
-        Each has an id of its own: an engine that was given up may still send outputs of the one before.
+        Each attempt has its own id: an engine that was given up may still send outputs of an earlier attempt.
         """
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
         rest = continued(self._request, tuple(self._token_ids), has_prompt_logprobs=self._has_prompt_logprobs)
         return rest if number == 0 else replace(rest, request_id=attempt_id(self.request_id, number))
 
     def add(self, output: EngineOutput) -> EngineOutput | None:
-        """Take the next output of the latest attempt. Returns it as it is told; None if there is no news in
-        it: that the request is queued is told once."""
+        """Record the next output of the latest attempt and return it as the client should see it.
+
+        Returns None if it adds nothing: an output without tokens is passed on only once, when the request is
+        first queued.
+        """
         is_news = bool(output.token_ids) or output.finish_reason is not None or not self._is_queued
         self._is_queued = True
         if not is_news:
@@ -77,15 +81,21 @@ class AnswerSoFar:
         return output
 
     def missing_end(self) -> EngineOutput | None:
-        """Return the last output of an answer that has all its tokens: its engine died before it said so."""
+        """Return the final output of an answer that has all its tokens but whose engine died before it said
+        so.
+
+        Returns None if tokens are still missing.
+        """
         max_tokens = self._request.params.max_tokens
         if max_tokens is None or self.num_tokens + len(self._request.output_token_ids) < max_tokens:
             return None
         return self._as_one(EngineOutput(request_id=self.request_id, finish_reason=FinishReason.LENGTH))
 
     def _as_one(self, output: EngineOutput) -> EngineOutput:
-        """Return an output of a later attempt as one of the first: a cache that knows the answer so far, and
-        an adapter that is there because of it, are not what the request found when it came."""
+        """Return an output of a later attempt with the first attempt's id and cache figures.
+
+        Prefix cache and adapter hits of later attempts are due to earlier attempts, so they are not reported.
+        """
         output = replace(output, request_id=self.request_id)
         if not self._token_ids:
             return output
@@ -93,7 +103,7 @@ class AnswerSoFar:
 
 
 def attempt_id(request_id: str, number: int) -> str:
-    """Return the id of a later attempt, which `request_id_of` takes back to that of the request."""
+    """Return the id of a later attempt; `request_id_of` is the inverse."""
     return f"{request_id}+{number}"
 
 

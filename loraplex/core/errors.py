@@ -9,18 +9,18 @@
     │   ├── AdapterError           an adapter that cannot be served as it is
     │   │   ├── AdapterFormatError     the checkpoint is broken or asks for something unsupported
     │   │   ├── AdapterMismatchError   the checkpoint belongs to another base model
-    │   │   ├── AdapterFetchError      it could not be brought from the Hugging Face hub
+    │   │   ├── AdapterFetchError      it could not be downloaded from the Hugging Face hub
     │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
-    │   ├── HubError               the Hugging Face hub did not deliver
-    │   └── PathNotAllowedError    a path or repository that the operator did not open
+    │   ├── HubError               a repository could not be fetched from the Hugging Face hub
+    │   └── PathNotAllowedError    a path or repository that the operator did not allow
     ├── CapacityError              it would never fit: memory budget or context length
     ├── StorageError               the state directory cannot be written
     │   └── DiskFullError              because its disk is full
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
         ├── EngineFailedError          it died too often, and the server ends
-        ├── RequestMovedError          it gave the request up on purpose, for another one to go on with it
-        └── EngineClosedError          it was ended on purpose, as its server is shutting down
+        ├── RequestMovedError          it handed the request over, for another engine to continue
+        └── EngineClosedError          it was stopped on purpose, because its server is shutting down
 
 Bugs of our own are asserts, not members of this tree.
 """
@@ -73,15 +73,15 @@ class AdapterMismatchError(AdapterError):
 
 
 class AdapterFetchError(AdapterError):
-    """The adapter could not be brought from the Hugging Face hub."""
+    """The adapter could not be downloaded from the Hugging Face hub."""
 
 
 class AdapterConflictError(AdapterError):
-    """The name is taken, or another change of the same adapter is under way."""
+    """The name is taken, or another change of the same adapter is in progress."""
 
 
 class HubError(UserError):
-    """The Hugging Face hub, the network or the disk did not let a repository be fetched."""
+    """A repository could not be fetched: the hub, the network or the disk failed."""
 
 
 class PathNotAllowedError(UserError):
@@ -113,8 +113,8 @@ class EngineFailedError(EngineDeadError):
 
 
 class RequestMovedError(EngineDeadError):
-    """The engine gave the request up; another one is to go on with it."""
+    """The engine handed the request over; another engine continues it."""
 
 
 class EngineClosedError(EngineDeadError):
-    """The engine process was ended on purpose, before the work was done."""
+    """The engine process was stopped on purpose before the work was done."""

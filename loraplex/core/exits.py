@@ -1,4 +1,4 @@
-"""How processes end: the exit codes of our own, and those of others in words."""
+"""Exit codes of loraplex, and exit codes of any process in words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 from typing import Final
 
 EXIT_ENGINE_FAILED: Final = 3
-"""`serve` ends with it when the engine died too often: a supervisor should start the server again."""
+"""Exit code of `serve` when the engine died too often: a supervisor should start the server again."""
 
 
 def describe_exit(exit_code: int) -> str:
-    """A process's return code, as `subprocess` gives it."""
+    """Return a process's return code, as `subprocess` gives it, in words."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: how a repository is written, and fetching files of it, with every failure in words.
+"""The Hugging Face hub: parsing repository names and fetching files, with every failure explained.
 
 Fetched files stay in the hub's own cache (`HF_HOME`), which models, adapters and other programs share.
 """
@@ -49,7 +49,7 @@ class HubRepo:
 
 
 def parse_hub_repo(text: str) -> HubRepo | None:
-    """`owner/name` or `owner/name@revision`; None if it is neither. Nobody is asked whether it exists."""
+    """Parse `owner/name` or `owner/name@revision`; None if it is neither. Does not check that it exists."""
     repo_id, at, revision = text.partition("@")
     parts = repo_id.split("/")
     if len(parts) != 2 or not all(map(_is_part, parts)):
@@ -62,10 +62,10 @@ def parse_hub_repo(text: str) -> HubRepo | None:
 def fetch_snapshot(
     repo: HubRepo, allow_patterns: Sequence[str], *, ignore_patterns: Sequence[str] = ()
 ) -> Path:
-    """The folder with those files of a repository that match, at one commit, which is the folder's name.
+    """Download the files that match and return their folder, which is named after the commit.
 
-    What the cache has is not fetched again, and does where the hub cannot be reached. A file is there whole
-    or not at all. Files that the repository lacks are simply missing. Raises HubError, with the fix in it.
+    Files in the cache are not fetched again, and are used if the hub cannot be reached. A file is complete or
+    absent. Files that the repository lacks are simply missing. Raises HubError, with the fix in it.
     """
     from huggingface_hub import snapshot_download
 
@@ -77,13 +77,13 @@ def fetch_snapshot(
             allow_patterns=list(allow_patterns),
             ignore_patterns=list(ignore_patterns),
         )
-    except Exception as error:  # of the HTTP client, the storage client, the disk: they share no base
+    except Exception as error:  # errors of the HTTP client, the storage client and the disk share no base
         raise HubError(_explain(repo, error)) from error
     return Path(folder)
 
 
 def list_files(repo: HubRepo) -> frozenset[str]:
-    """All files of a repository. Raises HubError."""
+    """Return the names of all files of a repository. Raises HubError."""
     from huggingface_hub import HfApi
 
     adopt_library_loggers()
@@ -104,7 +104,7 @@ def _is_revision(text: str) -> bool:
 
 
 def _explain(repo: HubRepo, error: Exception) -> str:
-    """What went wrong, and the fix."""
+    """Return what went wrong, and the fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -115,7 +115,7 @@ def _explain(repo: HubRepo, error: Exception) -> str:
     )
 
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # it is not in the cache either; the cause says why it was looked for there
+        error = error.__cause__  # the file is not in the cache either; the cause says why the hub failed
     match error:
         case GatedRepoError():
             page = f"{_without_password(constants.ENDPOINT)}/{repo.repo_id}"
@@ -147,14 +147,14 @@ def _without_password(url: str) -> str:
 
 
 def _explain_local(repo: HubRepo, error: Exception) -> str:
-    """What no answer of the hub was the cause of."""
+    """Return what went wrong, for failures that were not a response of the hub."""
     from huggingface_hub import constants
 
     cache = constants.HF_HUB_CACHE
     number = getattr(error, "errno", None)
     if number in _NO_ROOM or "no space left" in str(error).lower():
         return f"there is no room for {repo} in {cache}; free some space, or set HF_HOME to another disk"
-    if isinstance(error, OSError) and error.filename is not None:  # of the disk; others name no file
+    if isinstance(error, OSError) and error.filename is not None:  # a disk error; network errors name no file
         return (
             f"{repo} cannot be kept in {cache} ({error.strerror}); "
             "make that writable, or set HF_HOME to another folder"
@@ -164,7 +164,7 @@ def _explain_local(repo: HubRepo, error: Exception) -> str:
             f"{repo} is not in {cache}, and HF_HUB_OFFLINE forbids to fetch it; "
             "unset that, or give a local folder"
         )
-    # Its own words may hold addresses with passwords in them; those are for the log.
+    # The error's text may contain URLs with passwords, so it goes to the log only.
     logger.info("%s could not be fetched: %s", repo, error)
     endpoint = _without_password(constants.ENDPOINT)
     return (

@@ -5,7 +5,7 @@
     2026-11-16 12:31:02 INFO request: answered status=200 model=pirate
     {"time": "2026-11-16T12:31:02.345Z", "level": "INFO", ..., "message": "answered", "status": 200, ...}
 
-Callers only format and queue a line; a thread writes it. A pipe that nobody reads therefore never stops the
+Callers only format and queue a line; a thread writes it. A pipe that is not read therefore never blocks the
 event loop or an engine step: lines are dropped instead, and their number is logged once there is room.
 """
 
@@ -31,17 +31,17 @@ _FLUSH_TIMEOUT_S: Final = 1.0
 _OURS: Final = "loraplex"
 _LIBRARIES_WITH_HANDLERS: Final = ("transformers", "huggingface_hub")
 
-# C0 and C1 controls, line and paragraph separators, and what changes the direction of text.
+# C0 and C1 controls, line and paragraph separators, and characters that change the direction of text.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _CONTROL_IN_LINES: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _PLAIN_VALUE: Final = re.compile(r"[A-Za-z0-9._:@/+,-]+")
 
 log_context: Final[ContextVar[Mapping[str, object]]] = ContextVar("log_context", default=MappingProxyType({}))
-"""Fields of every record that is logged from this task or thread, e.g. the id of the request it works on."""
+"""Fields added to every record logged from this task or thread, e.g. the id of the request it works on."""
 
 
 class LogFormat(StrEnum):
-    """How a line is written."""
+    """The format of log lines."""
 
     TEXT = "text"
     JSON = "json"
@@ -57,17 +57,18 @@ class LogLevel(StrEnum):
 
     @property
     def number(self) -> int:
-        """The level as the logging module counts."""
+        """The level as a number of the logging module."""
         return logging.getLevelNamesMapping()[self.name]
 
 
 def fields(**values: object) -> dict[str, Any]:
-    """The `extra` of a log call that gives a record structured fields; those that are None are left out."""
+    """Return the `extra` of a log call that gives a record structured fields; None values are left out."""
     return {"fields": values}
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: time, level, logger, message, `key=value` pairs. Tracebacks follow, indented.
+    """Formats a line for people: time, level, logger, message, `key=value` pairs; tracebacks follow,
+    indented.
 
     Nothing in a message or field can start a new line or reach the terminal as a control character.
     """
@@ -89,7 +90,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, in ASCII; a traceback is the field `exception`."""
+    """Formats one JSON object per line, in ASCII; a traceback is the field `exception`."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
@@ -135,13 +136,13 @@ class StderrHandler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all lines are written, but no longer than a second: the stream may be stuck."""
+        """Wait until all lines are written, for at most a second: the stream may be stuck."""
         lines = self._lines
         with lines.all_tasks_done:
             lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, _FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write what is left and end the thread, unless the stream is stuck."""
+        """Write the remaining lines and end the thread, unless the stream is stuck."""
         if self._writer.is_alive():
             self.flush()
             try:
@@ -174,14 +175,14 @@ class StderrHandler(logging.Handler):
             self._stream.write(f"{line}\n")
             self._stream.flush()
         except (OSError, ValueError):
-            pass  # closed, or its reader is gone: there is no other place to say so
+            pass  # closed, or its reader is gone: there is nowhere else to report it
 
 
 @contextmanager
 def logging_to_stderr(level: int, log_format: LogFormat, process: str = "") -> Iterator[None]:
-    """Write what this process logs to stderr. Libraries are heard from WARNING on, or INFO when debugging.
+    """Write this process's log to stderr. Libraries log from WARNING on, or from INFO when debugging.
 
-    `process` tells the lines of several processes on one terminal apart.
+    `process` is put into each line, to tell several processes on one terminal apart.
     """
     root, ours = logging.getLogger(), logging.getLogger(_OURS)
     before = root.level, ours.level
@@ -202,9 +203,10 @@ def logging_to_stderr(level: int, log_format: LogFormat, process: str = "") -> I
 
 
 def adopt_library_loggers() -> None:
-    """Send the records of libraries that bring handlers of their own our way, where we write the log.
+    """Remove the handlers that some libraries install, so that their records reach ours; a no-op without
+    ours.
 
-    To be called again after such a library is imported.
+    Call it again after such a library is imported.
     """
     if _our_handler() is None:
         return
@@ -216,18 +218,18 @@ def adopt_library_loggers() -> None:
 
 
 def current_level() -> int:
-    """The level that child processes should log at."""
+    """Return the level that child processes should log at."""
     return logging.getLogger(_OURS).getEffectiveLevel()
 
 
 def current_format() -> LogFormat:
-    """The format that child processes should log in."""
+    """Return the format that child processes should log in."""
     handler = _our_handler()
     return LogFormat.TEXT if handler is None else handler.log_format
 
 
 def flush_logs() -> None:
-    """Wait until everything logged so far is written, but no longer than a second."""
+    """Wait until everything logged so far is written, for at most a second."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 

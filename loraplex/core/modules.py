@@ -33,12 +33,12 @@ PARENT_OF: Final = {
 
 
 def module_path(layer: int, module: str) -> str:
-    """The Hugging Face name of a linear: `model.layers.3.self_attn.q_proj`."""
+    """Return the Hugging Face name of a linear: `model.layers.3.self_attn.q_proj`."""
     return f"model.layers.{layer}.{PARENT_OF[module]}.{module}"
 
 
 def module_names(text: str) -> tuple[str, ...]:
-    """`q,k,v`, `all`, or full names."""
+    """Parse `q,k,v`, `all`, or full names into module names in the order of MODULES. Raises ModelError."""
     if text == "all":
         return MODULES
     names = [name.strip() for name in text.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""Where things that can be made again are kept."""
+"""The folder for cached files that can be made again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`$LORAPLEX_CACHE`, or `~/.cache/loraplex`."""
+    """Return `$LORAPLEX_CACHE`, or `~/.cache/loraplex`."""
     configured = os.environ.get("LORAPLEX_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "loraplex"

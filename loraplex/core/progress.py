@@ -1,4 +1,4 @@
-"""How far something that takes long is: a bar on a terminal, else a plain line now and then."""
+"""Progress of a long task: a bar on a terminal, otherwise a plain line from time to time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Report = Callable[[str, float | None], None]
-"""Takes what is being done and the share that is done, 0 to 1; None while it cannot be told."""
+"""Called with the current phase and the share done, 0 to 1; None while the share is unknown."""
 
 _LINE_EVERY_S: Final = 10.0
 _LEAST_SHARE: Final = 0.01
-"""Done, before what is left can be estimated."""
+"""Share that must be done before the remaining time is estimated."""
 _LEAST_S: Final = 2.0
 
 
@@ -23,11 +23,11 @@ _LEAST_S: Final = 2.0
 def shown_progress(
     doing: str, console: Console | None = None, *, expected: str | None = None, left: str | None = "about"
 ) -> Iterator[Report]:
-    """Show progress on `console`, on stderr if None; yields what is to be called with it.
+    """Show progress on `console`, on stderr if None; yields the function to report progress with.
 
-    `expected` says up front how long it may take. `left` is the word before the estimate of what is left:
-    "at most" where shares are of the most there may be to do. None where shares are of one phase each, so
-    that they tell nothing about the rest.
+    `expected` says up front how long it may take. `left` is the word before the estimated remaining time: "at
+    most" if shares are of an upper bound of the work. None if shares are of one phase each and say nothing
+    about the rest.
     """
     if console is None:
         from rich.console import Console as RichConsole
@@ -44,7 +44,7 @@ def shown_progress(
 
 
 class ProgressLines:
-    """A `Report` that writes a line for each phase, and one every few seconds within a long one."""
+    """A `Report` that writes a line for each phase, and one every few seconds within a long phase."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ProgressLines:
 
 
 def in_words(seconds: float) -> str:
-    """A duration as people say it: 45 s, 12 min, 3 h 5 min."""
+    """Return a duration for people: 45 s, 12 min, 3 h 5 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it, in tokens."""
+"""Requests to an engine and its outputs, in tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loraplex.core.sampling import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the first two are OpenAI's words."""
+    """The reason a request ended; the first two are OpenAI's terms."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,8 +21,8 @@ class FinishReason(StrEnum):
 class EngineRequest:
     """One sequence to generate. `adapter` is an adapter version (content hash), None for the base.
 
-    `output_token_ids`: the beginning of the answer, which an engine has made before. It counts as output, for
-    lengths, penalties and seeds, and is not told again.
+    `output_token_ids`: the beginning of the answer, made by an earlier engine. It counts as output, for
+    lengths, penalties and seeds, and is not reported again.
     """
 
     request_id: str
@@ -34,13 +34,13 @@ class EngineRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute before the first one that is told."""
+        """Tokens to compute before the first new output token."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
-    """A token, its log-probability, and the likeliest tokens at its place (best first)."""
+    """A token, its log-probability, and the most likely tokens at its position (best first)."""
 
     token_id: int
     logprob: float
@@ -49,14 +49,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutput:
-    """What one step added to one request. The last one of a request has a `finish_reason`.
+    """The output of one step for one request. A request's last output has a `finish_reason`.
 
-    `logprobs` has one entry per new token when they were asked for. `prompt_logprobs` comes once, with
-    the first token, one entry per prompt token (None for the first, which has nothing before it).
-    `stop_token_id` is the stop token that ended the request, if one did; it is never in `token_ids`.
-    `adapter_hit` says whether the request found its adapter in memory or on its way there; None for the base.
-    `error_param` is "model" where the failure is the adapter's: its files are gone, changed or broken,
-    or its weights overflow.
+    `logprobs` has one entry per new token if requested. `prompt_logprobs` is set once, with the first token:
+    one entry per prompt token (None for the first, which has nothing before it). `stop_token_id` is the stop
+    token that ended the request, if one did; it is never in `token_ids`. `adapter_hit` says whether the
+    request found its adapter resident or being loaded; None for the base. `error_param` is "model" if the
+    adapter caused the failure: its files are gone, changed or broken, or its weights overflow.
     """
 
     request_id: str

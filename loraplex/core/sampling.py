@@ -1,4 +1,4 @@
-"""How the next token is chosen: one frozen, validated record for each request."""
+"""Sampling options of a request: one frozen, validated record."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_SEED: Final = 2**63 - 1
 MIN_TEMPERATURE: Final = 1e-5
-"""Below it, logits over temperature leave float32's range; the likeliest token is certain by then."""
+"""Below it, logits divided by temperature may overflow float32; sampling is greedy there anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling options, validated on construction; `InvalidRequestError` names the bad field.
 
-    temperature 0 (or as good as 0) means greedy. top_k 0 means off. `max_tokens` None means: up to the
-    context length. `logprobs` k returns the chosen token's log-probability and the k likeliest beside it.
-    `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
+    temperature 0 (or below MIN_TEMPERATURE) means greedy. top_k 0 means off. `max_tokens` None means: up to
+    the context length. `logprobs` k returns the chosen token's log-probability and those of the k most likely
+    tokens. `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
     """
 
     max_tokens: int | None = None
@@ -83,7 +83,7 @@ class SamplingParams:
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:
-    """Refuse NaN, infinities and anything outside [low, high]."""
+    """Raise InvalidRequestError for NaN, infinities and anything outside [low, high]."""
     if not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be a finite number, not {value}", param=name)
     if value < low or (high is not None and value > high):

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only base model: all that deciding code and adapter checks need of it."""
+"""The shape of a decoder-only base model: all that scheduling and adapter checks need to know of it."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class ModelShape:
 
     @property
     def linear_flops(self) -> int:
-        """Operations of all layers' linears for one token."""
+        """Floating point operations of all layers' linears for one token."""
         return 2 * self.num_layers * sum(self.in_features(m) * self.out_features(m) for m in MODULES)
 
     @property
     def attention_flops(self) -> int:
-        """Operations of all layers for one token to attend to one position."""
+        """Floating point operations of all layers for one token to attend to one position."""
         return 4 * self.num_layers * self.q_size
 
     def in_features(self, module: str) -> int:
-        """Input width of a LoRA-able linear, by its name in `core.modules.MODULES`."""
+        """Return the input width of a linear, by its name in `core.modules.MODULES`."""
         if module == "o_proj":
             return self.q_size
         return self.intermediate_size if module == "down_proj" else self.hidden_size
 
     def out_features(self, module: str) -> int:
-        """Output width of a LoRA-able linear."""
+        """Return the output width of a linear, by its name in `core.modules.MODULES`."""
         match module:
             case "q_proj":
                 return self.q_size

@@ -18,11 +18,14 @@ class AdapterStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """Engine gauges and counters. Where there is no GPU, adapters in host memory are ready for use, and the
-    device's figures are 0; with one, KV blocks and adapters share `device_arena_bytes`. `adapter_file_reads`:
-    how often weights files were opened; `adapter_fetches`: adapters that were copied from other replicas.
-    `predicted_step_s`, `measured_step_s`: seconds of about the last thousand steps, by the cost model and in
-    truth, and so for copies of adapters to the device; 0 where nothing is predicted."""
+    """Engine gauges and counters.
+
+    Without a GPU, adapters in host memory are ready for use and the device's figures are 0; with one, KV
+    blocks and adapters share `device_arena_bytes`. `adapter_file_reads`: how often weights files were opened.
+    `adapter_fetches`: adapters that were copied from other replicas. `predicted_step_s`, `measured_step_s`:
+    predicted and measured seconds of about the last thousand steps, and likewise for copies of adapters to
+    the device; 0 if nothing is predicted.
+    """
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""Files that are there in full, or as they were."""
+"""Writing a file atomically."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the file in one go: whoever reads it meanwhile finds the old or the new one. Raises OSError,
-    and leaves nothing behind then."""
+    """Replace the file atomically: readers see the old or the new text. Raises OSError and leaves no
+    temporary file then."""
     unfinished = path.with_name(f".{path.name}.new")
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)  # unless it has moved to its place
+        unfinished.unlink(missing_ok=True)  # gone already if the replacement succeeded

@@ -19,7 +19,7 @@ class DemoAdapter:
 
 
 def demo_adapters() -> list[DemoAdapter]:
-    """The adapters that ship with loraplex, in the order in which a page should show them."""
+    """Return the adapters that ship with loraplex, in the order in which to show them."""
     manifest = json.loads((DEMO_ADAPTERS_DIR / "manifest.json").read_text(encoding="utf-8"))
     return [
         DemoAdapter(

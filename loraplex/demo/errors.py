@@ -1,4 +1,4 @@
-"""What can go wrong while the demo base model is being prepared."""
+"""Errors while the demo base model is prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer (byte-level BPE) from the metadata of a GGUF file."""
+"""Makes a Hugging Face tokenizer (byte-level BPE) from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def _merge_pair(line: str) -> tuple[str, str]:
-    # Spaces inside tokens are written as "Ġ", so the one space left is the separator.
+    # Spaces inside tokens are written as "Ġ", so the only space is the separator.
     left, right = line.split(" ")
     return left, right
 

@@ -1,4 +1,4 @@
-"""Llama weights and hyper-parameters from a GGUF file, under Hugging Face names.
+"""Reads Llama weights and hyper-parameters from a GGUF file, under Hugging Face names.
 
 GGUF is the file format of llama.cpp. It differs from a Hugging Face checkpoint in three ways that
 matter here: the tensors are quantised, they have other names, and the rows of q and k are permuted,
@@ -35,7 +35,7 @@ _BLOCK_NAMES = {
 
 
 def metadata_value(reader: GGUFReader, key: str) -> Any:
-    """The value of a metadata key; KeyError names the key when the file lacks it."""
+    """Return the value of a metadata key; KeyError names the key if the file lacks it."""
     field = reader.fields.get(key)
     if field is None:
         raise KeyError(key)
@@ -43,7 +43,7 @@ def metadata_value(reader: GGUFReader, key: str) -> Any:
 
 
 def huggingface_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Return the Hugging Face name: `blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     if gguf_name in _TOP_LEVEL_NAMES:
         return _TOP_LEVEL_NAMES[gguf_name]
     parts = gguf_name.split(".")
@@ -54,7 +54,7 @@ def huggingface_name(gguf_name: str) -> str:
 
 
 def undo_rope_permutation(weight: Array, num_heads: int) -> Array:
-    """Rows from llama.cpp's order (pairs side by side) to Hugging Face's (two halves of a head)."""
+    """Reorder rows from llama.cpp's order (pairs side by side) to Hugging Face's (two halves of a head)."""
     out_features, *rest = weight.shape
     half_dim = out_features // num_heads // 2
     paired = weight.reshape(num_heads, half_dim, 2, *rest)
@@ -62,13 +62,13 @@ def undo_rope_permutation(weight: Array, num_heads: int) -> Array:
 
 
 def llama_config(reader: GGUFReader) -> dict[str, Any]:
-    """`config.json` of a LlamaForCausalLM. Every number comes from the file's metadata."""
+    """Return the `config.json` of a LlamaForCausalLM. Every number comes from the file's metadata."""
     architecture = metadata_value(reader, "general.architecture")
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds a {architecture!r} model, not a llama model")
     hidden_size = int(metadata_value(reader, "llama.embedding_length"))
     num_heads = int(metadata_value(reader, "llama.attention.head_count"))
-    # GGUF keeps float32; 9.999999747378752e-06 in the file was written as 1e-05.
+    # GGUF stores float32: 1e-05 reads as 9.999999747378752e-06.
     rms_norm_eps = float(f"{metadata_value(reader, 'llama.attention.layer_norm_rms_epsilon'):.6g}")
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -101,7 +101,7 @@ def llama_config(reader: GGUFReader) -> dict[str, Any]:
 def llama_weights(
     reader: GGUFReader, config: dict[str, Any], on_tensor: Callable[[str], None]
 ) -> dict[str, Array]:
-    """Every tensor of the file in float16. `on_tensor` hears each name when that tensor is done."""
+    """Return every tensor of the file in float16. `on_tensor` is called with each name when it is done."""
     import numpy as np
     from gguf import dequantize
 

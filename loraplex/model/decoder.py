@@ -35,9 +35,9 @@ class _Layer:
 
 
 class Decoder:
-    """A decoder-only transformer over a paged cache, adding each row's adapter to every linear.
+    """A decoder-only transformer over a paged KV cache that adds each row's adapter to every linear.
 
-    `config` and `weights` may be one shard of a model (`model.sharding`); `collective` reaches the others.
+    `config` and `weights` may be one shard of a model (`model.sharding`); `collective` connects the shards.
     """
 
     def __init__(
@@ -61,12 +61,13 @@ class Decoder:
                 group: kernels.pack_linear(weight, layer.biases.get(group))
                 for group, weight in layer.linears.items()
             }
-            layer.linears.clear()  # the packed form replaces the plain one: one copy in memory
+            layer.linears.clear()  # keep one copy in memory: the packed form
             self._layers.append(_Layer(linears=linears, weights=layer))
 
     @torch.inference_mode()
     def forward(self, batch: KernelBatch, caches: list[KVCache]) -> torch.Tensor:
-        """Final states (L, hidden) of the rows the batch asks for; keys and values go to the caches."""
+        """Return the final states (L, hidden) of the batch's logit rows; writes keys and values to the
+        caches."""
         kernels, eps = self._kernels, self.config.rms_norm_eps
         residual_TH = self._embedding_VH[batch.token_ids_T]
         x_TH = kernels.rms_norm(residual_TH, self._layers[0].weights.input_norm_H, eps)
@@ -81,7 +82,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, states_LH: torch.Tensor) -> torch.Tensor:
-        """(L, vocab)"""
+        """Return logits of (L, vocab)."""
         return self._collective.gather_columns(self._lm_head(states_LH), self.config.shape.vocab_size)
 
     def _attend(
@@ -106,7 +107,7 @@ class Decoder:
         return x_TH
 
     def _normalise_heads(self, qkv_TO: torch.Tensor, weights: LayerWeights) -> None:
-        """Qwen3 takes the norm of every query and key head before the rotation."""
+        """Normalise every query and key head before the rotary embedding, in place (Qwen3)."""
         assert weights.q_norm_D is not None
         assert weights.k_norm_D is not None
         shape, eps = self.config.shape, self.config.rms_norm_eps

@@ -1,4 +1,4 @@
-"""Rotary position embedding: reading its settings and tabulating its cosines and sines."""
+"""Rotary position embedding: reading its settings and computing its table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """`linear_factor` divides every frequency (1 for none)."""
+    """Rotary embedding settings; `linear_factor` divides every frequency (1 for none)."""
 
     theta: float
     head_dim: int
@@ -35,7 +35,8 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], *, head_dim: int, source: Path) -> RopeConfig:
-    """Rope settings of a config.json, in the old (rope_theta, rope_scaling) or new (rope_parameters) form."""
+    """Return the settings of a config.json in the old (rope_theta, rope_scaling) or new (rope_parameters)
+    form."""
     settings = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     theta = float(settings.get("rope_theta", raw.get("rope_theta", 10000.0)))
     if float(settings.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0)) != 1.0:
@@ -63,8 +64,8 @@ def read_rope(raw: Mapping[str, Any], *, head_dim: int, source: Path) -> RopeCon
 
 
 def rope_table(config: RopeConfig, num_positions: int) -> torch.Tensor:
-    """(positions, head_dim) float32: cosines of every frequency, then sines."""
-    import torch  # not above: a server reads configs before it has time to import it
+    """Return a float32 table of (positions, head_dim): cosines of every frequency, then sines."""
+    import torch  # not at the top: a server reads configs before torch is imported
 
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     inv_freq = 1.0 / (config.theta**exponents) / config.linear_factor

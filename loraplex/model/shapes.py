@@ -78,7 +78,7 @@ def config_of_shape(name: str) -> ModelConfig:
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ModelWeights:
-    """Weights drawn on the device, of a size that keeps activations in range."""
+    """Return weights drawn on the device, scaled to keep activations in range."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def random_weights(
 
 
 def meta_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Shapes and types without memory, to go through a forward pass that computes nothing."""
+    """Return weights with shapes and dtypes but no memory, for a forward pass that computes nothing."""
 
     def draw(*size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")

@@ -1,12 +1,12 @@
-"""A model cut into equal parts, one for each process that computes it.
+"""Tensor parallelism: a model cut into equal shards, one for each process that computes it.
 
 Linears that read the whole hidden state (q, k, v, gate, up) are cut by output, those that read their results
-(o, down) by input: between the two a process needs nothing of the others, and what the second kind yields are
-partial sums. The part of one process is itself a model, with fewer heads and a narrower MLP: kernels, KV
-caches and adapter slabs need not know that there is more of it.
+(o, down) by input: between the two a process needs nothing from the others, and the second kind yields
+partial sums. A shard is itself a model, with fewer heads and a narrower MLP: kernels, KV caches and adapter
+slabs need not know that there are other shards.
 
 An adapter is cut as its linears are. By output: A whole, B cut. By input: A cut, B whole, so its partial sums
-travel with the base model's.
+are added up together with the base model's.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from loraplex.core.shape import ModelShape
 from loraplex.model.config import ModelConfig
 
 CUT_BY_INPUT: Final = frozenset({"o_proj", "down_proj"})
-"""Modules whose partial sums have to be added up; all others are cut by output."""
+"""Modules that yield partial sums, to be added up; all others are cut by output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Part `index` of `count` equal ones."""
+    """Shard `index` of `count` equal ones."""
 
     index: int
     count: int
 
     def part(self, size: int) -> slice:
-        """This shard's part of an axis, which divides evenly."""
+        """Return this shard's part of an axis whose size is divisible by `count`."""
         assert size % self.count == 0
         width = size // self.count
         return slice(self.index * width, (self.index + 1) * width)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The part as a model. ModelError if there are no equal parts."""
+        """Return the shard's own config. Raises ModelError if the model cannot be cut into equal shards."""
         shape = config.shape
         if any(size % self.count != 0 for size in _cut_sizes(shape)):
             raise ModelError(
@@ -58,7 +58,7 @@ class Shard:
         )
 
     def whole(self, shape: ModelShape) -> ModelShape:
-        """Of what model `shape` is this part."""
+        """Return the shape of the whole model, given this shard's shape."""
         return replace(
             shape,
             num_heads=shape.num_heads * self.count,
@@ -67,19 +67,21 @@ class Shard:
         )
 
     def linear(self, module: str, weight_OI: torch.Tensor) -> torch.Tensor:
-        """The part of a linear's weight; a view."""
+        """Return this shard's part of a linear's weight, as a view."""
         if module in CUT_BY_INPUT:
             return weight_OI[:, self.part(weight_OI.shape[1])]
         return weight_OI[self.part(weight_OI.shape[0])]
 
     def bias(self, module: str, bias_O: torch.Tensor) -> torch.Tensor:
-        """The part of a linear's bias. On top of partial sums it is zero in all shards but the first."""
+        """Return this shard's part of a linear's bias. A bias on partial sums is zero in all shards but the
+        first."""
         if module in CUT_BY_INPUT:
             return bias_O if self.index == 0 else torch.zeros_like(bias_O)
         return bias_O[self.part(bias_O.shape[0])]
 
     def vocabulary(self, weight_VH: torch.Tensor) -> torch.Tensor:
-        """The part of the output embedding. All are of one size, the last ones padded with zeros."""
+        """Return this shard's part of the output embedding. All parts have one size; the last are
+        zero-padded."""
         width = -(-weight_VH.shape[0] // self.count)
         part = weight_VH[self.index * width : (self.index + 1) * width]
         missing = width - part.shape[0]

@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, or a Hugging Face id (downloaded once, then from its cache)."""
+"""Finding a model's checkpoint: a local folder, or a Hugging Face id (downloaded once, then cached)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from loraplex.model.config import load_config
 
 _CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _WEIGHT_FILES = ["*.safetensors"]
-_OTHER_FORMATS = ["consolidated*", "original/*"]  # the same weights again, as their makers keep them
+_OTHER_FORMATS = ["consolidated*", "original/*"]  # the same weights again, in their authors' own format
 
 
 def resolve_model(model: str, *, weights: bool = True) -> Path:
-    """The checkpoint folder of `model`; hub files are fetched with a progress bar if not cached."""
+    """Return the checkpoint folder of `model`; hub files are fetched with a progress bar if not cached."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -27,8 +27,8 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
     try:
         folder = fetch_snapshot(repo, _CONFIG_FILES)
         if weights:
-            load_config(folder)  # what cannot be served is refused before gigabytes are fetched
-            # Of the same commit, whatever is pushed meanwhile.
+            load_config(folder)  # refuse unsupported models before gigabytes are fetched
+            # The same commit, whatever is pushed meanwhile.
             fetch_snapshot(
                 repo.at(folder.name), _CONFIG_FILES + _WEIGHT_FILES, ignore_patterns=_OTHER_FORMATS
             )
@@ -38,5 +38,5 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
 
 
 def load_shape(model: str) -> ModelShape:
-    """The shape of a model given by folder or hub id; no weights are read or fetched."""
+    """Return the shape of a model given by folder or hub id; no weights are read or fetched."""
     return load_config(resolve_model(model, weights=False)).shape

@@ -1,7 +1,7 @@
-"""Streams a checkpoint's safetensors into the forward pass's stacked weights, strictly.
+"""Loads a checkpoint's safetensors into the forward pass's stacked weights, strictly.
 
-Every tensor the model needs must be there in the right shape, and every tensor in the files must be one
-the model needs: a checkpoint that is not quite what its config says is refused, not guessed at.
+Every tensor the model needs must be there in the right shape, and the files must hold no tensor that the
+model does not need: a checkpoint that does not match its config is refused.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from loraplex.model.config import ModelConfig
 from loraplex.model.sharding import WHOLE, Shard
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all)."""
+"""Called with (bytes read so far, total bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One layer; linears that share an input are stacked along their outputs."""
+    """Weights of one layer; linears that share an input are stacked along their outputs."""
 
     linears: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ class LayerWeights:
 class ModelWeights:
     """All weights of a model, on one device in one dtype.
 
-    Those of a shard: its part of each linear, a part of `lm_head_VH`, and the embedding and norms whole.
+    A shard's weights are its part of each linear and of `lm_head_VH`, and the whole embedding and norms.
     """
 
     embedding_VH: torch.Tensor
@@ -58,8 +58,9 @@ class ModelWeights:
 class StoredTensor:
     """A tensor of a checkpoint, or a shard's part of one.
 
-    `values`: mapped, so that bytes are read from the file when they are looked at. `file`: the open file, and
-    `offset`: where in it the values begin, one after the other; None if they lie apart, or not in a file.
+    `values` is mapped: bytes are read from the file when they are accessed. `file` is the open file's
+    descriptor, and `offset` is where its values begin in it; None if they are not contiguous or not in the
+    file.
     """
 
     values: torch.Tensor
@@ -81,15 +82,15 @@ def load_weights(
     place: Callable[[StoredTensor], torch.Tensor] | None = None,
     threads: Executor | None = None,
 ) -> ModelWeights:
-    """Read a checkpoint, or a shard of it. `config` is that of the whole model.
+    """Read a checkpoint, or a shard of it. `config` is that of the whole model. Raises ModelError.
 
-    `place`: brings a tensor to where it is used, in the type given; by default that is the CPU's memory.
-    `threads`: those that do so, if it is not the caller's.
+    `place` brings a tensor to the memory where it is used, in the right dtype; by default the CPU's, in
+    `dtype`. It runs in `threads` if given, otherwise in the caller's thread.
     """
     wanted = _expected_shapes(config)
     place = place or (lambda stored: stored.values.to(dtype))
     with ExitStack() as opened:
-        # Only the shard's parts of the files will be read.
+        # Mapped: only the shard's parts of the files will be read.
         parts = {
             name: _stored_part(_part_of(name, stored.values, shard), stored)
             for path in _weight_files(folder)
@@ -114,7 +115,7 @@ def load_weights(
 
 
 def _stored_part(part: torch.Tensor, whole: StoredTensor) -> StoredTensor:
-    """Return a part of a tensor; or zeros in its place, which are in no file."""
+    """Return the stored part of a tensor; without an offset for zeros, which are in no file."""
     assert whole.offset is not None
     begin = part.data_ptr() - whole.values.data_ptr()
     is_stretch = part.is_contiguous() and 0 <= begin < whole.num_bytes
@@ -131,7 +132,7 @@ def _part_of(name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that the weights of a model take."""
+    """Return the size of a model's weights in bytes."""
     return sum(prod(shape) for shape in _expected_shapes(config).values()) * dtype.itemsize
 
 
@@ -187,7 +188,7 @@ def _tensors_of(
     file: FileIO, path: Path, wanted: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, StoredTensor]]:
     try:
-        # Of the open file: the path may lead to another one by now.
+        # By descriptor: the file at the path may have been replaced.
         with safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as checkpoint:
             header = parse_header(file)
             for name in checkpoint.keys():  # noqa: SIM118 (a safetensors handle is no dict)
@@ -209,7 +210,7 @@ def _tensors_of(
 
 
 def _is_redundant(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
-    """Tensors that old checkpoints carry and that hold nothing of their own."""
+    """Return whether this is a tensor that old checkpoints carry and that the model does not need."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in wanted)
 
 

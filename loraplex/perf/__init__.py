@@ -1,1 +1,1 @@
-"""What things cost on one machine, as plain numbers: predicted from measurements, corrected while serving."""
+"""Costs on one machine in seconds: predicted from measurements, corrected while serving."""

@@ -1,7 +1,7 @@
-"""What things cost on one machine with one model: the questions that policies ask, answered in seconds.
+"""The cost model: predicted seconds of steps, copies and reads on one machine with one model.
 
-Pure: the answers depend on the figures alone. What is measured while serving comes in through `perf.drift`,
-which makes a corrected model of this one.
+Pure: predictions depend on the figures alone. `perf.drift` takes measurements while serving and replaces the
+model by a corrected one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from loraplex.perf.subject import Subject
 
 
 class CostKind(StrEnum):
-    """Costs that are watched and corrected, each by itself: those that policies decide by."""
+    """Costs that are watched and corrected independently: those that policies decide by."""
 
     COPY = "copy"
     STEP = "step"
 
 
 class KernelKind(StrEnum):
-    """What LoRA kernels do for an adapter: as much as its own rank asks for (MBGMV, and ours), or as much as
-    the largest rank in the batch asks for (BGMV)."""
+    """The scaling of LoRA kernels: with each adapter's own rank (MBGMV, and ours), or with the largest rank
+    in the batch (BGMV)."""
 
     RANK = "rank-proportional"
     PADDED = "padded"
@@ -37,7 +37,7 @@ class KernelKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corrections:
-    """What each cost is multiplied with: how much slower the machine was found to be than it was said."""
+    """Factors that costs are multiplied by: how much slower than predicted the machine was found to be."""
 
     copy: float = 1.0
     step: float = 1.0
@@ -49,11 +49,12 @@ class Corrections:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """`measured`: by `loraplex profile`; otherwise cautious guesses (`perf.default_model`).
+    """Predicted costs of an engine. `measured`: by `loraplex profile`; otherwise cautious guesses
+    (`perf.default_model`).
 
-    `bus`: from pinned host memory to the device; None where adapters are computed with from host memory.
-    `read`: an adapter whose file is in the page cache, to where it belongs in host memory, by the engine's
-    own reader. `disk`: a file that is not in the page cache. `held_out`, `memory`: None if nobody measured.
+    `bus`: copies from pinned host memory to the device; None if adapters are computed from host memory.
+    `read`: reading an adapter whose file is in the page cache into host memory, by the engine's own reader.
+    `disk`: reading a file that is not in the page cache. `held_out`, `memory`: None if not measured.
     `kernels`: how the bytes of a step's adapters are counted.
     """
 
@@ -92,21 +93,22 @@ class CostModel:
         )
 
     def arrivals_s(self, layer_bytes: Sequence[int], groups: Sequence[int]) -> list[float]:
-        """Return when each layer is on the device, counted from now; the adapter is in host memory."""
+        """Return when each layer arrives on the device, in seconds from now; the adapter is in host
+        memory."""
         return layer_pipeline.arrivals_s(self._bus(), layer_bytes, groups)
 
     def stall_s(self, arrivals: Sequence[float], step_s: float) -> float:
-        """Return how long a step that is launched now waits for layers that are not there yet."""
+        """Return how many seconds a step launched now waits for layers that are not there yet."""
         return layer_pipeline.stall_s(arrivals, step_s)
 
     def even_stall_s(self, first_s: float, last_s: float, step_s: float) -> float:
-        """`stall_s` where layers arrive at an even pace, or ever more slowly, or in several such streams: the
-        first and the last of them tell."""
+        """Return `stall_s` for layers that arrive at an even pace, or ever more slowly, or in several such
+        streams: then the first and last arrivals suffice."""
         return max(0.0, first_s, last_s - step_s * (1 - 1 / self.subject.num_layers))
 
     def plan_groups(self, layer_bytes: Sequence[int], step_s: float) -> tuple[int, ...]:
-        """Return how many layers to copy at a time, so that a step launched now stalls least, and one that
-        takes longer not much."""
+        """Return how many layers to copy at a time, so that a step launched now stalls least, and a slower
+        step stalls little more."""
         best = layer_pipeline.plan_groups(self._bus(), layer_bytes, step_s)
         return tuple(layer_pipeline.cut_groups(best, layer_bytes))
 
@@ -118,7 +120,7 @@ class CostModel:
         return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
 
     def _bus(self) -> Bus:
-        """Corrected; where there is none, one that takes no time."""
+        """Return the corrected bus; if there is none, one that takes no time."""
         if self.bus is None:
             return Bus(copy=Line(latency_s=0.0, unit_s=0.0), launch_s=0.0)
         copy, factor = self.bus.copy, self.corrections.copy
@@ -129,6 +131,6 @@ class CostModel:
 
 
 def with_padded_kernels(model: CostModel) -> CostModel:
-    """The same engine with kernels that pad: a batch of equal ranks takes as long as before, and in a mixed
-    one every adapter costs as much as the largest."""
+    """Return the model of the same engine with kernels that pad: a batch of equal ranks takes as long as
+    before, and in a mixed batch every adapter costs as much as the largest."""
     return replace(model, kernels=KernelKind.PADDED)

@@ -1,7 +1,7 @@
-"""A cost model for a machine that nobody has measured: cautious guesses, which drift then corrects.
+"""A cost model for a machine without a profile: cautious guesses, which drift then corrects.
 
-Cautious means slow: a load that is predicted too slow is begun early, one that is predicted too fast is
-waited for. The figures were chosen, not measured: an order of magnitude to begin with.
+Cautious means slow: a load that is predicted too slow starts early, one that is predicted too fast makes
+requests wait. The figures were chosen, not measured: an order of magnitude to start with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loraplex.perf.subject import Subject
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Speeds:
-    """Of a device, or of one core: memory, arithmetic, and what a step takes beside both."""
+    """Speeds of a device or of one core: memory, arithmetic, and a step's fixed overhead."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -40,7 +40,7 @@ _CURVE_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 def default_cost_model(
     subject: Subject, shape: ModelShape, *, element_bytes: int, num_cores: int
 ) -> CostModel:
-    """`element_bytes`: of a weight in the subject's dtype."""
+    """Return the default model. `element_bytes` is the size of a weight in the subject's dtype."""
     on_gpu = subject.device == "cuda"
     speeds = _GPU if on_gpu else _times(_CORE, num_cores)
     core_s = 2 / _CORE.flops_per_s
@@ -70,7 +70,7 @@ def _times(core: _Speeds, num_cores: int) -> _Speeds:
 
 
 def _step_cost(shape: ModelShape, speeds: _Speeds, element_bytes: int) -> StepCost:
-    """Reading the weights and computing with them, one after the other: slower than either bound."""
+    """Return the cost of reading the weights and then computing with them: an upper bound on either alone."""
     num_weights = shape.linear_flops / 2 + shape.vocab_size * shape.hidden_size
     fixed_s = speeds.step_overhead_s + num_weights * element_bytes / speeds.bytes_per_s
     row_s = 2 * num_weights / speeds.flops_per_s

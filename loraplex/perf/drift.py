@@ -1,7 +1,7 @@
-"""Watches predictions beside what was measured, and corrects the model where they part for good.
+"""Compares predicted with measured costs while serving, and corrects the model where they differ lastingly.
 
-Machines change under a profile: a neighbour takes memory bandwidth, a device lowers its clocks. What is
-watched is the ratio of measured to predicted, as a logarithm, so that twice and half weigh alike.
+Machines change under a profile: another program takes memory bandwidth, a device lowers its clocks. The
+watched value is the logarithm of measured over predicted, so that twice and half count alike.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Final, NamedTuple
 from loraplex.perf.cost_model import CostKind, CostModel
 
 _MAX_RATIO: Final = 4.0
-"""A single pause, of a collector or of the machine, counts as no more than this."""
+"""Bound of a single ratio, so that one pause, of a garbage collector or of the machine, counts for little."""
 _MAX_CORRECTION: Final = 1000.0
 _FADING: Final = 0.999
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftConfig:
-    """`smoothing`: the weight of the newest ratio in their running mean. `bound`: predictions within a factor
-    of this are good enough. `patience`: how many times in a row the mean must be beyond it."""
+    """Options of the watch. `smoothing`: the weight of the newest ratio in the running mean. `bound`:
+    predictions within this factor are good enough. `patience`: how many times in a row the mean must exceed
+    it."""
 
     smoothing: float = 0.1
     bound: float = 1.3
@@ -34,7 +35,7 @@ class DriftConfig:
 
 
 class PredictedAndMeasured(NamedTuple):
-    """Seconds of the same steps or copies."""
+    """Predicted and measured seconds of the same steps or copies."""
 
     predicted_s: float
     measured_s: float
@@ -42,7 +43,7 @@ class PredictedAndMeasured(NamedTuple):
 
 @dataclass(slots=True)
 class _Watch:
-    """Of one cost, since it was last corrected."""
+    """Observations of one cost since it was last corrected."""
 
     mean_log_ratio: float = 0.0
     num_seen: int = 0
@@ -50,7 +51,7 @@ class _Watch:
 
 
 class DriftWatch:
-    """Owns the current model; whoever predicts asks for `model` each time."""
+    """Owns the current model; callers must read `model` for each prediction."""
 
     def __init__(self, model: CostModel, config: DriftConfig | None = None) -> None:
         self._config = config or DriftConfig()
@@ -63,17 +64,17 @@ class DriftWatch:
         return self._model
 
     def ratio(self, kind: CostKind) -> float:
-        """Return measured over predicted seconds, lately; 1.0 before anything was measured."""
+        """Return the running mean of measured over predicted seconds; 1.0 before anything was measured."""
         return exp(self._watches[kind].mean_log_ratio)
 
     def lately(self, kind: CostKind) -> PredictedAndMeasured:
-        """Return the seconds of about the last thousand, the older the less."""
+        """Return the seconds of about the last thousand observations, older ones weighted less."""
         return self._lately[kind]
 
     def observe(self, kind: CostKind, *, predicted_s: float, measured_s: float) -> bool:
-        """True if the model was corrected because of it. `predicted_s` is the current model's word.
+        """Record a measurement beside the current model's prediction; return whether the model was corrected.
 
-        Nothing is learnt where nothing was predicted, or nothing measured: a clock has a resolution.
+        Values of zero are ignored: nothing was predicted, or it was below the clock's resolution.
         """
         if predicted_s <= 0 or measured_s <= 0:
             return False
@@ -84,7 +85,7 @@ class DriftWatch:
         watch, config = self._watches[kind], self._config
         log_ratio = max(min(log(measured_s / predicted_s), log(_MAX_RATIO)), -log(_MAX_RATIO))
         watch.num_seen += 1
-        # The first ratios are averaged, or a mean that starts from nothing would lag behind for long.
+        # The first ratios are averaged, as a running mean that starts from zero would lag behind for long.
         weight = max(config.smoothing, 1 / watch.num_seen)
         watch.mean_log_ratio += weight * (log_ratio - watch.mean_log_ratio)
         is_beyond = abs(watch.mean_log_ratio) > log(config.bound)

@@ -1,5 +1,4 @@
-"""How much memory an engine has for KV tokens and adapters, how much each takes of it, how long a request may
-be, and how much a step may do."""
+"""An engine's memory for KV tokens and adapters, the sizes of both, and the limits of requests and steps."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """`max_context`: tokens of a request at the most, prompt and answer. `token_bytes`: of a token in the KV
-    cache, which is given out in blocks of `block_tokens`.
+    """Memory sizes and limits. `max_context`: most tokens of a request, prompt and answer. `token_bytes`:
+    bytes of a token in the KV cache, which is allocated in blocks of `block_tokens`.
 
-    `arena_bytes`: what KV blocks and adapters share on a device; None on a CPU, where they are apart, and the
-    KV cache holds `kv_tokens` (None with an arena). `host_bytes`: the budget for adapters in host memory.
-    `table_bytes`: what an adapter takes beside its weights. `rank_bytes`: by module, of one rank of its A and
-    B in all layers. `step_tokens`, `position_cost`: as `StepWork` has them.
+    `arena_bytes`: memory that KV blocks and adapters share on a device; None on a CPU, where they are
+    separate and the KV cache holds `kv_tokens` (None with an arena). `host_bytes`: the budget for adapters in
+    host memory. `table_bytes`: bytes of an adapter beside its weights. `rank_bytes`: module -> bytes of one
+    rank of its A and B in all layers. `step_tokens`, `position_cost`: as in `StepWork`.
     """
 
     max_context: int
@@ -33,10 +32,10 @@ class EngineMemory:
         assert (self.arena_bytes is None) != (self.kv_tokens is None), "shared memory, or memory apart"
 
     def adapter_bytes(self, rank: int, modules: Iterable[str]) -> int:
-        """Return the size of an adapter of this rank on these modules of every layer; but for the alignment
+        """Return the bytes of an adapter of this rank on these modules of every layer, without the alignment
         of its parts."""
         return self.table_bytes + rank * self.bytes_per_rank(modules)
 
     def bytes_per_rank(self, modules: Iterable[str]) -> int:
-        """Return the bytes of adapters on these modules for each unit of rank."""
+        """Return the bytes of an adapter on these modules per unit of rank."""
         return sum(self.rank_bytes[module] for module in modules)

@@ -1,4 +1,4 @@
-"""How well a cost model predicts what it was not fitted to, measured in the same run."""
+"""The quality of a cost model on samples that it was not fitted to, measured in the same run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from loraplex.perf.least_squares import FitQuality
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """`decode`, `prefill`: steps drawn at random. `load`: reads of adapters, and copies where there is a bus,
-    of sizes between those fitted. `serving`: steps while requests come and go, on a GPU."""
+    """Quality on held-out samples. `decode`, `prefill`: steps drawn at random. `load`: reads of adapters, and
+    copies if there is a bus, of sizes between those fitted. `serving`: steps under changing load, on a
+    GPU."""
 
     decode: FitQuality
     prefill: FitQuality

@@ -1,6 +1,6 @@
-"""Least squares in which no coefficient is negative and every sample counts by its relative error.
+"""Least squares with non-negative coefficients, in which samples count by relative error.
 
-Costs never fall when there is more to do, so a negative coefficient is noise that was fitted. Samples span
+Costs never fall when there is more to do, so a negative coefficient is fitted noise. Samples span
 microseconds to seconds: by absolute error the largest alone would decide.
 """
 
@@ -14,8 +14,10 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitQuality:
-    """How well samples are predicted, those of a fit or others. `r_squared`: the share of the seconds' spread
-    that is explained; may be negative. `mean_error`, `worst_error`: of all |predicted - measured| / measured.
+    """The quality of predictions, for the samples of a fit or others.
+
+    `r_squared`: the share of the seconds' variance that is explained; may be negative. `mean_error`,
+    `worst_error`: mean and maximum of |predicted - measured| / measured.
     """
 
     num_samples: int
@@ -25,7 +27,7 @@ class FitQuality:
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients, one for each column of `features`; a column that is zero throughout gets zero."""
+    """Return a coefficient for each column of `features`; a column of zeros gets zero."""
     assert len(features) == len(seconds) > 0, "a sample for each row, and at least one"
     assert min(seconds) > 0, "a duration that was measured is positive"
     weights_N = 1 / np.asarray(seconds, dtype=np.float64)
@@ -36,7 +38,8 @@ def fit_non_negative(features: Sequence[Sequence[float]], seconds: Sequence[floa
     b_N = np.ones(len(seconds))  # seconds over themselves
     num_columns = a_NK.shape[1]
     x_K, active_K = np.zeros(num_columns), np.zeros(num_columns, dtype=bool)
-    # Lawson and Hanson's active sets: free the column that helps most, solve, bind what turned negative.
+    # Lawson and Hanson's active sets: free the column that helps most, solve, fix columns that became
+    # negative.
     for _ in range(10 * num_columns):
         gain_K = a_NK.T @ (b_N - a_NK @ x_K)
         gain_K[active_K] = 0
@@ -50,8 +53,8 @@ def fit_non_negative(features: Sequence[Sequence[float]], seconds: Sequence[floa
             negative_K = active_K & (solved_K <= 0)
             if not negative_K.any():
                 break
-            # As far towards the solution as nothing becomes negative. Whoever stops there is bound by name:
-            # rounding may leave it a little above zero, and the loop would have no end.
+            # Move towards the solution until the first coefficient reaches zero. Set that one to zero
+            # explicitly: rounding may leave it slightly above, and the loop would not end.
             room_K = np.full(num_columns, np.inf)
             room_K[negative_K] = x_K[negative_K] / np.maximum(x_K - solved_K, 1e-300)[negative_K]
             x_K = x_K + float(room_K.min()) * (solved_K - x_K)
@@ -63,7 +66,7 @@ def fit_non_negative(features: Sequence[Sequence[float]], seconds: Sequence[floa
 
 
 def quality_of(predicted_s: Sequence[float], measured_s: Sequence[float]) -> FitQuality:
-    """Of predictions for the samples they were fitted to, or for any others."""
+    """Return the quality of predictions, for the samples they were fitted to or any others."""
     pairs = list(zip(predicted_s, measured_s, strict=True))
     errors = [abs(predicted - measured) / measured for predicted, measured in pairs]
     mean = sum(measured_s) / len(measured_s)

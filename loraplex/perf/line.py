@@ -1,4 +1,4 @@
-"""A cost that is a latency and an amount over a rate: copies to a device, reads of a file."""
+"""A cost of a latency plus an amount over a rate: copies to a device, reads of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """`unit_s`: seconds of one unit more, the inverse of the rate. `quality`: None if nobody measured."""
+    """A latency plus a cost per unit. `unit_s`: seconds per additional unit, the inverse of the rate.
+    `quality`: None if not measured."""
 
     latency_s: float
     unit_s: float
@@ -18,16 +19,16 @@ class Line:
 
     @property
     def units_per_s(self) -> float | None:
-        """None if the amount makes no difference."""
+        """The rate; None if the amount makes no difference."""
         return 1 / self.unit_s if self.unit_s > 0 else None
 
     def seconds(self, amount: float) -> float:
-        """Of nothing: none. There is no latency where there is nothing to do."""
+        """Return the seconds for an amount; zero for zero, without the latency."""
         return self.latency_s + amount * self.unit_s if amount > 0 else 0.0
 
 
 def fit_line(samples: Sequence[tuple[float, float]]) -> Line:
-    """From (amount, seconds), at two amounts at least."""
+    """Fit a line to (amount, seconds) samples with at least two different amounts."""
     assert len({amount for amount, _ in samples}) >= 2, "one amount alone does not tell latency from rate"
     seconds = [each for _, each in samples]
     latency_s, unit_s = fit_non_negative([(1.0, amount) for amount, _ in samples], seconds)

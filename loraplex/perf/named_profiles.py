@@ -1,7 +1,7 @@
-"""Profiles of either kind of engine, by the names of those in the package or by the paths of others.
+"""Profiles of both kinds of engine, by name if they are in the package, or by path.
 
-`profiles/NAME.json` beside this file is the profile NAME. Each of our own engine has a twin, NAME-padded,
-made when somebody asks for it, as it differs in one word. Engines with slots pad as they are.
+`profiles/NAME.json` beside this file is the profile NAME. Each profile of our own engine has a variant,
+NAME-padded, made on demand, as it differs in one word. Slot engines pad anyway.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
 
 Profile = SlotProfile | CostModel
 PADDED: Final = "-padded"
-"""Behind the name of a profile of our own engine: the same engine with kernels that pad."""
+"""Suffix of a profile of our own engine: the same engine with kernels that pad."""
 
 
 def find_profile(name: Path, model: str | None = None) -> Profile:
-    """Return the profile of this path, or of this name if there is no such file. `model`: what it must be of.
+    """Return the profile at this path, or of this name if there is no such file. `model`: the required model.
 
-    Raises ProfileError if there is neither, with the names that come near.
+    Raises ProfileError if there is neither, with similar names.
     """
     is_file = name.exists() and not name.is_dir()
     profile = read_any_profile(name) if is_file else _profile_named(str(name))
@@ -37,7 +37,7 @@ def find_profile(name: Path, model: str | None = None) -> Profile:
 
 
 def named_profiles() -> dict[str, Profile]:
-    """Every profile of the package by its name, each padded twin behind its own."""
+    """Return every profile of the package by name, each followed by its padded variant."""
     found: dict[str, Profile] = {}
     folder = files("loraplex.perf") / "profiles"
     for file in sorted(folder.iterdir(), key=lambda each: each.name):
@@ -50,12 +50,12 @@ def named_profiles() -> dict[str, Profile]:
 
 
 def model_of(profile: Profile) -> str:
-    """The model as the profile names it."""
+    """Return the profile's name of its model."""
     return profile.subject.model if isinstance(profile, CostModel) else profile.model
 
 
 def read_any_profile(path: Path) -> Profile:
-    """Read a file of either kind."""
+    """Read a profile of either kind. Raises ProfileError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A profile in a few figures that people compare engines by, the same for either kind of engine."""
+"""A few figures of a profile to compare engines by, the same for both kinds of engine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BATCHES: Final = (1, 8, 32, 128)
 RANK: Final = 64
 SMALL_RANK: Final = 8
 CONTEXT: Final = 512
-"""Tokens that each request attends to."""
+"""Context of each request, in tokens."""
 PROMPT: Final = 1024
 MODULES: Final = GROUPS["qkv"]
-"""What adapters of our own engine are on; a profile of an engine with slots does not say."""
+"""Modules of our own engine's adapters; a profile of a slot engine does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeFigures:
-    """Seconds of a decode step of so many requests. `base_s`: of the base model. `lora_s`: each on an adapter
-    of its own, all of `RANK`. `mixed_s`: the same, half of them of `SMALL_RANK`. None where the memory does
-    not hold them, or the profile does not say how large adapters are, or one request is no mix."""
+    """Seconds of a decode step. `base_s`: on the base model. `lora_s`: each request on its own adapter, all
+    of `RANK`. `mixed_s`: the same, half of them of `SMALL_RANK`. None if memory does not hold them, the
+    profile does not say how large adapters are, or there is only one request to mix."""
 
     num_requests: int
     base_s: float
@@ -39,11 +39,11 @@ class DecodeFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileFigures:
-    """`prefill_tok_s`: of one prompt of `PROMPT` tokens on the base model, `prefill_lora_tok_s`: on an
-    adapter. `kv_tokens`: without adapters; `adapter_tokens`: what an adapter takes of them, zero where memory
-    is not shared. `load_s`: of an adapter in the host's memory, None where it is used from there;
-    `first_load_s`: of one that is in a file. All adapters are of `RANK`; None if the profile does not
-    tell."""
+    """Figures of a profile. `prefill_tok_s`: tokens per second of one prompt of `PROMPT` tokens on the base
+    model, `prefill_lora_tok_s`: on an adapter. `kv_tokens`: without adapters; `adapter_tokens`: KV tokens
+    that an adapter displaces, zero if memory is not shared. `load_s`: load of an adapter from host memory,
+    None if it is used from there; `first_load_s`: load from a file. All adapters are of `RANK`; None if the
+    profile does not say."""
 
     decodes: tuple[DecodeFigures, ...]
     prefill_tok_s: float
@@ -55,7 +55,7 @@ class ProfileFigures:
 
 
 def figures_of(profile: Profile) -> ProfileFigures:
-    """Return what the profile says of a step, of memory and of loads."""
+    """Return the profile's figures of steps, memory and loads."""
     return _of_ours(profile) if isinstance(profile, CostModel) else _of_slots(profile)
 
 
@@ -86,7 +86,7 @@ def _of_ours(profile: CostModel) -> ProfileFigures:
 
 
 def _of_slots(profile: SlotProfile) -> ProfileFigures:
-    """Every adapter has a slot of `RANK`, and there are no others."""
+    """Return the figures with one slot of `RANK` for each adapter, and no others."""
     base = SlotSetCosts(profile.costs, num_slots=0, max_rank=0)
 
     def lora_s(ranks: Sequence[int]) -> float | None:
@@ -129,7 +129,7 @@ def _kv_tokens(memory: EngineMemory) -> int:
 
 
 def _holds(memory: EngineMemory | None, number: int) -> bool:
-    """Tell whether so many requests fit, each on an adapter of its own."""
+    """Return whether this many requests fit, each with its own adapter."""
     if memory is None:
         return False
     kv_bytes, adapter_bytes = (
@@ -152,7 +152,7 @@ def _prefill_tok_s(costs: SetCosts, rank: int) -> float:
 
 
 def _set_of(ranks: Sequence[int], *, prompt_tokens: int) -> RequestSets:
-    """One set; a request of rank 0 is for the base model, each of the others has an adapter of its own."""
+    """Return one set; a request of rank 0 is for the base model, each of the others has its own adapter."""
     figures = (
         len(ranks),
         sum(ranks),

@@ -1,10 +1,10 @@
-"""Cost models as JSON files, read strictly: a figure misread would be wrong in every prediction.
+"""Cost models as JSON files, read strictly: a misread figure would be wrong in every prediction.
 
     {"version": 4, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
      "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
      "corrections": {...}, "kernels": "rank-proportional" or "padded", "environment": {...}}
 
-`environment` is for people: when it was measured, and with which packages.
+`environment` is for people: the time of the measurement, and versions of packages.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _UNITS: Final = {
     "*_bytes": "bytes",
     "*_error": "shares of what was measured",
 }
-"""By the ends of names; for readers."""
+"""Units by suffix of a name; for readers of the file."""
 _MAX_FILE_BYTES: Final = 1 << 20
 _MOST: Final = 1e6
-"""No cost is larger: a step of eleven days is a mistake, and 1e300 s would stop a simulation's clock."""
+"""Upper bound of all costs: a step of eleven days is a mistake, and 1e300 s would stop a simulation's
+clock."""
 
 
 class ProfileError(UserError):
@@ -51,7 +52,7 @@ class ProfileError(UserError):
 
 
 def write_profile(path: Path, model: CostModel, environment: Mapping[str, Any] | None = None) -> None:
-    """Replaces the file in one go: whoever reads it meanwhile finds the old or the new one."""
+    """Replace the file atomically: readers see the old or the new profile. Raises StorageError."""
     text = profile_to_json(model, environment)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def write_profile(path: Path, model: CostModel, environment: Mapping[str, Any] |
 
 
 def read_profile(path: Path, subject: Subject | None = None) -> CostModel:
-    """`subject`: what it must have been measured for."""
+    """Read a profile. `subject`: the engine it must have been measured for. Raises ProfileError."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
@@ -80,7 +81,7 @@ def read_profile(path: Path, subject: Subject | None = None) -> CostModel:
 
 
 def profile_to_json(model: CostModel, environment: Mapping[str, Any] | None = None) -> str:
-    """The text of a file; never with a number that JSON does not have."""
+    """Return the text of a file; ValueError for a number that JSON does not have."""
     document = {
         "version": VERSION,
         **asdict(model),
@@ -91,7 +92,7 @@ def profile_to_json(model: CostModel, environment: Mapping[str, Any] | None = No
 
 
 def profile_from_json(text: str) -> CostModel:
-    """The inverse of `profile_to_json`. ValueError with the place of what is wrong."""
+    """Invert `profile_to_json`. Raises ValueError that says where the text is wrong."""
     try:
         document = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
@@ -115,7 +116,7 @@ def profile_from_json(text: str) -> CostModel:
         held_out=None if (held_out := top.optional("held_out")) is None else _held_out(held_out),
         memory=None if (memory := top.optional("memory")) is None else _memory(memory),
         corrections=_corrections(top.child("corrections")),
-        # Older profiles say nothing of kernels: they were measured on ours, which do not pad.
+        # Older profiles lack `kernels`: they were measured on ours, which do not pad.
         kernels=_kernels(top) if "kernels" in top.names else KernelKind.RANK,
     )
     for told in ("environment", *(["units"] if "units" in top.names else [])):
@@ -125,7 +126,7 @@ def profile_from_json(text: str) -> CostModel:
 
 
 class JsonObject:
-    """A JSON object whose every field is taken once, and which has no others."""
+    """A JSON object whose fields must all be taken, each once; `end` refuses the rest."""
 
     def __init__(self, value: object, place: str) -> None:
         if not isinstance(value, dict):
@@ -135,7 +136,7 @@ class JsonObject:
 
     @property
     def names(self) -> list[str]:
-        """The names of the fields that were not taken yet."""
+        """Names of the fields that were not taken yet."""
         return list(self._fields)
 
     def take(self, key: str) -> object:
@@ -191,7 +192,7 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _number(value: object, place: str, *, least: float = 0.0) -> float:
-    # bool is an int to Python, and NaN and Infinity are numbers to its JSON reader.
+    # bool is an int in Python, and its JSON reader accepts NaN and Infinity as numbers.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{place} is {value!r}, not a number")
     try:
@@ -217,7 +218,7 @@ def _quality(parent: JsonObject) -> FitQuality | None:
 def _quality_fields(found: JsonObject, place: str) -> FitQuality:
     quality = FitQuality(
         num_samples=found.count("num_samples"),
-        # A bad fit explains less than the mean would.
+        # May be negative: a bad fit explains less than the mean would.
         r_squared=_number(found.take("r_squared"), f"{place}: r_squared", least=-math.inf),
         mean_error=_number(found.take("mean_error"), f"{place}: mean_error"),
         worst_error=_number(found.take("worst_error"), f"{place}: worst_error"),
@@ -250,7 +251,7 @@ def _memory(found: JsonObject) -> EngineMemory:
         host_bytes=found.count("host_bytes"),
         table_bytes=_count(found.take("table_bytes"), "memory: table_bytes", least=0),
         rank_bytes={module: ranks.count(module) for module in MODULES},
-        # Older profiles say nothing of a step's work.
+        # Older profiles lack a step's limits.
         step_tokens=found.count("step_tokens") if "step_tokens" in found.names else _STEP_TOKENS,
         position_cost=found.number("position_cost") if "position_cost" in found.names else 0.0,
     )

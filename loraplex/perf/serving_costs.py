@@ -1,7 +1,7 @@
-"""What a step costs that serves adapters from slots: small models that predict seconds.
+"""Costs of a step on a slot engine: small models that predict seconds.
 
-An engine of this kind (vLLM) gives every adapter a slot of the largest rank, reads prompts in steps of their
-own, and loads adapters within a step. Its kernels do as much for rank 8 as for the rank slots are sized for.
+A slot engine (vLLM) gives every adapter a slot of the largest rank, reads prompts in separate steps, and
+loads adapters within a step. Its kernels do as much for rank 8 as for the rank that slots are sized for.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from loraplex.perf.least_squares import fit_non_negative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFeatures:
-    """The contents of a step, as these models count them. `max_rank`: what slots are sized for. `num_tokens`:
-    of the prompts in it. `num_waiting`: requests that the scheduler looked at in vain."""
+    """The contents of a step, as these models count them. `max_rank`: the rank that slots are sized for.
+    `num_tokens`: prompt tokens. `num_waiting`: requests that the scheduler considered but did not admit."""
 
     num_requests: int = 0
     num_adapters: int = 0
@@ -29,8 +29,8 @@ class BatchFeatures:
 
 
 class _Linear(ABC):
-    """Coefficients times amounts; subclasses are dataclasses of coefficients, in the order of `amounts`, with
-    the `UNITS` of each."""
+    """Coefficients times amounts. Subclasses are dataclasses of coefficients, in the order of `amounts`, with
+    the units of each in `UNITS`."""
 
     __slots__ = ()
 
@@ -39,15 +39,15 @@ class _Linear(ABC):
     def amounts(batch: BatchFeatures) -> tuple[float, ...]: ...
 
     def predict(self, batch: BatchFeatures) -> float:
-        """Seconds."""
+        """Return the predicted seconds."""
         values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
         return float(sum(value * amount for value, amount in zip(values, self.amounts(batch), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDecode(_Linear):
-    """The cost by the batch, the distinct adapters in it, the KV tokens that it attends to, and by the slots,
-    which are launched over whether they are in use or not."""
+    """The cost of a decode step by requests, distinct adapters, attended KV tokens, and slots, which kernels
+    are launched over whether they are in use or not."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "base_s": "s",
@@ -91,8 +91,8 @@ class BatchDecode(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill(_Linear):
-    """The cost by the prompts' tokens, by the largest rank, and by the slots, which are launched over in any
-    case."""
+    """The cost of a prefill step by prompt tokens, largest rank, and slots, which kernels are launched over
+    in any case."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "base_s": "s",
@@ -121,7 +121,7 @@ class Prefill(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerCost(_Linear):
-    """The cost of deciding: by the requests that run, and by those looked at that cannot."""
+    """The cost of scheduling by running requests, and by waiting ones considered in vain."""
 
     UNITS: ClassVar[dict[str, str]] = {"request_s": "s per running request", "waiting_s": "s per waiting one"}
 
@@ -135,8 +135,8 @@ class SchedulerCost(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterLoadCost:
-    """The cost by tier and rank. `slot_*`: from the host's memory to a slot. `disk_*`: before that, on first
-    use."""
+    """The cost of a load by tier and rank. `slot_*`: from host memory to a slot. `disk_*`: before that, on
+    first use."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "slot_s": "s",
@@ -151,14 +151,14 @@ class AdapterLoadCost:
     disk_rank_s: float = 0.0
 
     def predict(self, *, rank: float, from_disk: bool) -> float:
-        """Seconds until it is in its slot."""
+        """Return the seconds until the adapter is in its slot."""
         disk_s = self.disk_s + self.disk_rank_s * rank if from_disk else 0.0
         return self.slot_s + self.slot_rank_s * rank + disk_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotMemory:
-    """KV tokens that adapters leave, where each slot is of the largest rank, used or not."""
+    """KV tokens that remain beside the adapter slots, each of the largest rank, used or not."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "tokens": "KV tokens without slots",
@@ -171,15 +171,15 @@ class SlotMemory:
     slot_rank_tokens: float
 
     def predict(self, *, num_slots: int, max_rank: int) -> int:
-        """Zero if the slots alone fill the memory."""
+        """Return the KV tokens; zero if the slots alone fill the memory."""
         taken = num_slots * (self.slot_tokens + self.slot_rank_tokens * max_rank)
         return max(int(self.tokens - taken), 0)
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, int, float]]) -> SlotMemory:
-        """Fit it to (slots, largest rank, KV tokens that there were), in order of rising memory."""
+        """Fit to samples of (slots, largest rank, KV tokens)."""
         most = max(tokens for _, _, tokens in samples)
-        # What slots took, seen from above the largest sample: positive throughout, as costs are.
+        # Fit the tokens that slots take, relative to a value above the largest sample: positive, like costs.
         top = most * 1.05
         table = [(1.0, num_slots, num_slots * max_rank) for num_slots, max_rank, _ in samples]
         base, per_slot, per_rank = fit_non_negative(table, [top - tokens for _, _, tokens in samples])

@@ -1,8 +1,8 @@
-"""What it costs to serve a set of requests, asked for many sets at once: PrePerf and DecPerf of routers.
+"""The cost of serving a set of requests, for many sets at once: PrePerf and DecPerf of routers.
 
-A router asks this of every replica for every request that arrives, so sets are columns of sums and maxima
-that are kept up to date beside the requests, and one call answers for all replicas. The linear forms are
-those of CaraServe and Toppings (Eq. 2); the others are the models that twins compute steps by.
+A router asks this of every replica for every request that arrives. Sets are therefore columns of sums and
+maxima that are updated with the requests, and one call answers for all replicas. The linear forms are those
+of CaraServe and Toppings (Eq. 2); the others are the models that twins compute steps by.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SWEPT_PATTERNS: Final[Mapping[str, tuple[int, ...]]] = {
     "ranks 8 to 128": SWEPT_RANKS,
     "one in four of rank 128, else 8": (128, 8, 8, 8),
 }
-"""The sets that linear forms are fitted to: what they are called -> the ranks of their requests' adapters, in
-turn. Every request has an adapter of its own."""
+"""The sets that linear forms are fitted to: name -> the ranks of their requests' adapters, in turn. Every
+request has its own adapter."""
 SWEPT_PROMPT_TOKENS: Final = 32
 _TAIL_BITS: Final = 20
-"""How far behind its last size a curve is followed: by a factor of two to this power."""
+"""Power of two by which a curve is extended beyond its last size."""
 
 
 class RequestSets(NamedTuple):
     """One set of requests per replica, as columns of equal length, or several, in rows of such columns.
 
-    `sum_ranks`, `max_rank`: of the requests' adapters; a request for the base model has rank 0.
-    `prompt_tokens`: of all prompts, each of which has one at least. `kv_tokens`: what one decode step of the
-    set attends to. `num_adapters`: distinct ones. In an empty set all of these are zero.
+    `sum_ranks`, `max_rank`: over the requests' adapters; a request for the base model has rank 0.
+    `prompt_tokens`: of all prompts, each of which has at least one. `kv_tokens`: tokens that one decode step
+    of the set attends to. `num_adapters`: distinct adapters. In an empty set all of these are zero.
     """
 
     num_requests: Column
@@ -55,14 +55,14 @@ class RequestSets(NamedTuple):
     num_adapters: Column
 
     def at(self, replicas: IntArray) -> RequestSets:
-        """Return the sets of these replicas, which are distinct and ascending; nothing is copied for all."""
+        """Return the sets of these replicas, which are distinct and ascending; no copy if these are all."""
         if len(replicas) == len(self.num_requests):
             return self
         return RequestSets(*(column[replicas] for column in self))
 
     def at_most(self, num_requests: Column) -> RequestSets:
-        """Return sets of so many requests at most, of the same mix: the part that runs in a step
-        where no more fit."""
+        """Return sets of at most this many requests, of the same mix: the part that runs in a step when no
+        more fit."""
         share = np.minimum(num_requests / np.maximum(self.num_requests, 1), 1.0)
         return RequestSets(
             num_requests=self.num_requests * share,
@@ -75,7 +75,7 @@ class RequestSets(NamedTuple):
 
 
 class SetCosts(Protocol):
-    """Seconds for each set; an empty set takes none."""
+    """Predicted seconds of each set; zero for an empty set."""
 
     def prefill_s(self, sets: RequestSets) -> FloatArray:
         """PrePerf: the seconds to read all prompts of each set."""
@@ -87,15 +87,15 @@ class SetCosts(Protocol):
 
 
 class CostForm(StrEnum):
-    """What a fleet's policies predict steps by: the model of whole steps that the profile has, or the papers'
-    straight lines."""
+    """The form by which a fleet's policies predict steps: the profile's model of whole steps, or the papers'
+    linear form."""
 
     STEPS = "steps"
     LINEAR = "linear"
 
 
 class SetSamples(NamedTuple):
-    """Sets, none of them empty, and the seconds that were measured of each."""
+    """Sets, none of them empty, and the measured seconds of each."""
 
     sets: RequestSets
     seconds: FloatArray
@@ -103,10 +103,10 @@ class SetSamples(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LinearSetCosts(ABC):
-    """Decoding: `decode_rank_s` for each unit of rank that the kernels compute with, `decode_request_s` for
-    each request, which the papers leave out, and `decode_base_s`.
-    Prefill: `prefill_token_s` for each token, `prefill_token_rank_s` for each token and unit of rank, and
-    `prefill_base_s`. The qualities are of a fit; None if there was none."""
+    """Linear costs. Decode: `decode_rank_s` per unit of rank that the kernels compute with,
+    `decode_request_s` per request, which the papers leave out, and `decode_base_s`. Prefill:
+    `prefill_token_s` per token, `prefill_token_rank_s` per token and unit of rank, and `prefill_base_s`. The
+    qualities are those of the fit; None without one."""
 
     decode_rank_s: float
     decode_base_s: float
@@ -120,12 +120,12 @@ class _LinearSetCosts(ABC):
     @staticmethod
     @abstractmethod
     def _decode_ranks(sets: RequestSets) -> Column:
-        """The units of rank that a decode step computes with."""
+        """Return the units of rank that a decode step computes with."""
 
     @staticmethod
     @abstractmethod
     def _token_ranks(sets: RequestSets) -> Column:
-        """The same for all prompt tokens: tokens times units of rank."""
+        """Return the same for all prompt tokens: tokens times units of rank."""
 
     def prefill_s(self, sets: RequestSets) -> FloatArray:
         seconds = (
@@ -145,8 +145,8 @@ class _LinearSetCosts(ABC):
 
     @classmethod
     def fit(cls, decodes: SetSamples, prefills: SetSamples, *, by_request: bool = False) -> Self:
-        """The coefficients that explain both best, none of them negative. `by_request`: whether a decode step
-        takes something for each request."""
+        """Fit non-negative coefficients to both. `by_request`: include a cost of a decode step for each
+        request."""
         sets = prefills.sets
         columns = [cls._decode_ranks(decodes.sets), *([decodes.sets.num_requests] if by_request else [])]
         rank_s, *request_s, decode_base_s = _fit_columns(columns, decodes.seconds)
@@ -170,7 +170,8 @@ class _LinearSetCosts(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedSetCosts(_LinearSetCosts):
-    """Costs with kernels that pad (BGMV): every request costs as much as the largest rank in its set."""
+    """Linear costs with kernels that pad (BGMV): every request costs as much as the largest rank in its
+    set."""
 
     @staticmethod
     def _decode_ranks(sets: RequestSets) -> Column:
@@ -183,8 +184,8 @@ class PaddedSetCosts(_LinearSetCosts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSetCosts(_LinearSetCosts):
-    """Costs with kernels that do not pad (MBGMV): every request costs as much as its own rank. Prompts of all
-    ranks are taken to be equally long."""
+    """Linear costs with kernels that do not pad (MBGMV): every request costs its own rank. Prompts of all
+    ranks are assumed to be equally long."""
 
     @staticmethod
     def _decode_ranks(sets: RequestSets) -> Column:
@@ -196,7 +197,7 @@ class RankSetCosts(_LinearSetCosts):
 
 
 def linear_costs(costs: SetCosts, *, padded: bool) -> PaddedSetCosts | RankSetCosts:
-    """Return the papers' form of these kernels that comes nearest to other costs on sets of 4 to 64 requests
+    """Return the papers' linear form for these kernels, fitted to other costs on sets of 4 to 64 requests
     with ranks 8 to 128."""
     chosen = [
         [ranks[index % len(ranks)] for index in range(batch)]
@@ -217,18 +218,18 @@ def linear_costs(costs: SetCosts, *, padded: bool) -> PaddedSetCosts | RankSetCo
 
 
 class StepSetCosts:
-    """Costs by the model of our own engine, for either kind of kernels: `StepCost.seconds` of a step that
-    decodes a whole set, or reads all its prompts.
+    """Costs by the step model of our own engine, for either kind of kernels: `StepCost.seconds` of a step
+    that decodes a whole set, or reads all its prompts.
 
-    The columns leave two things open. The ranks of distinct adapters add up to what those of the requests
-    do, or to the largest rank for each adapter where that is less: exact if all adapters differ and if all
-    ranks are equal, and never less because a set has grown. With padded kernels all requests of a set that
-    has an adapter count as rows with one.
+    Two quantities are not in the columns. The sum of the distinct adapters' ranks is taken as the requests'
+    sum of ranks, or as the largest rank times the number of adapters if that is less: exact if all adapters
+    differ or all ranks are equal, and never less after a set has grown. With padded kernels all requests of a
+    set with any adapter count as rows with one.
     """
 
     def __init__(self, model: CostModel, *, rank_bytes: float, prompt_positions: float = 128.0) -> None:
-        """`rank_bytes`: of an adapter, for each unit of its rank (`EngineMemory.bytes_per_rank`).
-        `prompt_positions`: how many positions a prompt token attends to, on the mean."""
+        """`rank_bytes`: bytes of an adapter per unit of rank (`EngineMemory.bytes_per_rank`).
+        `prompt_positions`: mean number of positions that a prompt token attends to."""
         factor, terms = model.corrections.step, model.step.terms
         self._pads = model.kernels is KernelKind.PADDED
         self._decodes = _Curve(model.step.decodes, factor)
@@ -265,7 +266,7 @@ class StepSetCosts:
         return np.asarray(seconds, np.float64)
 
     def _adapters_s(self, sets: RequestSets, lora_s: FloatArray) -> FloatArray:
-        """The seconds of having adapters at all, and of each of them."""
+        """Return the seconds for having any adapter, and for each of them."""
         num_adapters = sets.num_adapters
         ranks = num_adapters * sets.max_rank
         if not self._pads:
@@ -275,11 +276,11 @@ class StepSetCosts:
 
 
 class SlotSetCosts:
-    """Costs of an engine with slots for adapters (vLLM), which pads to the rank its slots are sized
-    for, whatever is in a set. Deciding on a step is not counted."""
+    """Costs of a slot engine (vLLM), which pads to the rank its slots are sized for, whatever is in a set.
+    The scheduler's cost is not included."""
 
     def __init__(self, costs: SlotCosts, *, num_slots: int, max_rank: int) -> None:
-        """`max_rank`: of the slots."""
+        """`max_rank` is that of the slots."""
         decode, prefill = costs.decode, costs.prefill
         self._decode_base_s = decode.base_s + num_slots * (decode.slot_s + decode.slot_rank_s * max_rank)
         self._request_s = (
@@ -312,13 +313,13 @@ class SlotSetCosts:
 
 
 class _Curve:
-    """`RowCurve.seconds` of many numbers of rows at once, with a constant and something for each row added;
-    of no rows, zero. Numbers of rows are whole, so that a stepped curve is lines between neighbours."""
+    """`RowCurve.seconds` for many numbers of rows at once, plus a constant and a cost per row; zero for no
+    rows. Numbers of rows are whole, so a stepped curve is made of lines between neighbours."""
 
     def __init__(self, curve: RowCurve, factor: float, *, alone_s: float = 0.0, row_s: float = 0.0) -> None:
         last = curve.rows[-1]
-        # Lines bend at the sizes; a step is from a size to the next number of rows. Behind the last size
-        # there is one line, drawn up to more rows than any set has.
+        # Lines bend at the sizes; a step goes from a size to the next number of rows. Beyond the last size
+        # there is one line, up to more rows than any set has.
         bends = {1, *curve.rows, *(rows + 1 for rows in curve.rows if curve.stepped), last << _TAIL_BITS}
         rows = sorted(bends)
         self._rows = np.array([0, *rows], np.float64)
@@ -331,24 +332,24 @@ class _Curve:
 
 
 def _factor(value: float) -> FloatArray:
-    """Return the value as an array without dimensions: a short column is multiplied by it in two thirds of
-    the time that a Python number takes."""
+    """Return the value as an array without dimensions: multiplying a short column by it takes two thirds of
+    the time of a Python number."""
     return np.array(value, np.float64)
 
 
 def _mean_token_ranks(sets: RequestSets) -> Column:
-    """Tokens times their ranks, where prompts of all ranks are equally long."""
+    """Return tokens times their ranks, assuming that prompts of all ranks are equally long."""
     mean_ranks = sets.sum_ranks / np.maximum(sets.num_requests, 1)
     return mean_ranks * sets.prompt_tokens
 
 
 def _where(seconds: Column, amounts: Column) -> FloatArray:
-    """The seconds where there is an amount of work, zero elsewhere."""
+    """Return the seconds where there is any work, zero elsewhere."""
     return np.asarray(seconds * (amounts > 0), np.float64)
 
 
 def _fit_columns(columns: Sequence[Column], seconds: FloatArray) -> list[float]:
-    """A coefficient for each column, and one for what every sample takes."""
+    """Return a coefficient for each column, and a constant."""
     table = np.column_stack([*columns, np.ones(len(seconds))])
     return fit_non_negative(table.tolist(), seconds.tolist())
 

@@ -1,4 +1,4 @@
-"""All that is known of an engine with slots for adapters (vLLM), on one machine with one model.
+"""The profile of a slot engine (vLLM), on one machine with one model.
 
 {"version": 1, "kind": "slots", "model": ..., "hardware": ..., "costs": {"decode": {...}, ...},
  "memory": {...}, "client": {...}, "units": {...}, "quality": {...}, "environment": {...}}
@@ -25,12 +25,12 @@ PARTS: Final[Mapping[str, Any]] = {
     "load": AdapterLoadCost,
     "scheduler": SchedulerCost,
 }
-"""What the costs of a step are made of, in the order of `SlotCosts.coefficients`."""
+"""The parts of a step's costs, in the order of `SlotCosts.coefficients`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCosts:
-    """Seconds of a step: of reading prompts or of decoding, of loads within it, and of deciding on it."""
+    """Seconds of a step: decoding or reading prompts, loads within it, and scheduling."""
 
     decode: BatchDecode
     prefill: Prefill
@@ -39,14 +39,14 @@ class SlotCosts:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """All coefficients: of `decode`, `prefill`, `load`, `scheduler`, each in the order of its fields."""
+        """All coefficients of `decode`, `prefill`, `load`, `scheduler`, each in the order of its fields."""
         return tuple(
             getattr(getattr(self, name), each.name) for name, part in PARTS.items() for each in fields(part)
         )
 
     @property
     def without_reads(self) -> SlotCosts:
-        """The same where reading adapters into host memory is counted elsewhere."""
+        """The same costs without reading adapters into host memory, if that is counted elsewhere."""
         return replace(self, load=replace(self.load, disk_s=0.0, disk_rank_s=0.0))
 
     @property
@@ -64,7 +64,7 @@ class SlotCosts:
 
     @classmethod
     def of_coefficients(cls, values: Sequence[float]) -> SlotCosts:
-        """The inverse of `coefficients`."""
+        """Invert `coefficients`."""
         left = list(values)
         made = {
             name: part(**{each.name: float(left.pop(0)) for each in fields(part)})
@@ -76,8 +76,8 @@ class SlotCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientLimits:
-    """What the load generator adds. `latency_s`: to the first token. `max_open`: requests it can hold at a
-    time; those beyond are lost."""
+    """Effects of the load generator. `latency_s`: added to the first token. `max_open`: most requests in
+    flight; further ones are lost."""
 
     latency_s: float = 0.0
     max_open: int = 1_000_000
@@ -85,8 +85,8 @@ class ClientLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotProfile:
-    """`max_running`, `max_step_tokens`, `spare_share`: the engine's own limits; the last is the share of KV
-    blocks that admissions leave. `quality`: of the fit, by measure, for people."""
+    """Costs and limits of a slot engine. `spare_share`: share of KV blocks that admission leaves free.
+    `quality`: of the fit, by measure, for people."""
 
     model: str
     hardware: str
@@ -99,7 +99,7 @@ class SlotProfile:
     quality: Mapping[str, float] = field(default_factory=dict)
 
     def spare_blocks(self, num_blocks: int) -> int:
-        """Return how many of so many blocks admissions leave; one at the least."""
+        """Return how many of these blocks admission leaves free; at least one."""
         return max(int(self.spare_share * num_blocks), 1)
 
 
@@ -125,7 +125,7 @@ def write_slot_profile(
 
 
 def read_slot_profile(path: Path, model: str | None = None) -> SlotProfile:
-    """`model`: what it must have been fitted for."""
+    """Read a profile. `model`: the model it must have been fitted for. Raises ProfileError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
         profile = _profile(JsonObject(document, "the profile"))
@@ -167,7 +167,7 @@ def _profile(top: JsonObject) -> SlotProfile:
 
 
 def _numbers(found: JsonObject, part: Any) -> Any:
-    """A part all of whose fields are numbers."""
+    """Read a part whose fields are all numbers."""
     made = part(**{each.name: found.number(each.name) for each in fields(part)})
     found.end()
     return made

@@ -1,11 +1,11 @@
-"""How long one step of an engine takes, from what is in it.
+"""The duration of one engine step, predicted from its contents.
 
-Small steps are bound by reading the weights, large ones by arithmetic, with a bend between them whose place
-and sharpness depend on device and kernels. So the cost of rows is a curve through the sizes that were
-measured, one for steps that only decode and one for steps with prompts, which other kernels compute. Only
-what is truly in proportion is a coefficient: attended positions, adapters, bytes of their weights. Every
-increment of a curve and every coefficient is at least zero: more work is never predicted to take less, but
-for a step that only reads prompts, which finds the engine idle.
+Small steps are bound by reading the weights, large ones by arithmetic; where and how sharply the curve bends
+in between depends on device and kernels. So the cost of rows is a curve through the measured sizes, one for
+steps that only decode and one for steps with prompts, which other kernels compute. Only costs that are truly
+proportional are coefficients: attended positions, adapters, bytes of their weights. Every increment of a
+curve and every coefficient is at least zero: more work is never predicted to take less, except that a step
+that only reads prompts costs extra, because the engine was idle.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
 
 
 class StepFeatures(NamedTuple):
-    """What a step computes.
+    """The contents of a step.
 
-    `decode_positions`: what all decoding rows attend to. `prompt_pairs`: (token, earlier position) pairs of
-    all prompt chunks, n * (start + n / 2) each. `adapter_bytes`: weights of the distinct adapters, once each.
-    `row_adapter_bytes`: for every row, the weights of its adapter; in proportion to LoRA's arithmetic.
-    `largest_adapter_bytes`: weights of the largest adapter. `num_adapter_rows`: rows that have an adapter.
+    `decode_positions`: positions that all decoding rows attend to. `prompt_pairs`: (token, earlier position)
+    pairs of all prompt chunks, n * (start + n / 2) each. `adapter_bytes`: weights of the distinct adapters,
+    once each. `row_adapter_bytes`: the weights of each row's adapter, summed over rows; proportional to
+    LoRA's arithmetic. `largest_adapter_bytes`: weights of the largest adapter. `num_adapter_rows`: rows that
+    have an adapter.
     """
 
     num_decodes: int = 0
@@ -44,15 +45,15 @@ class StepFeatures(NamedTuple):
         return self.num_decodes + self.num_prompt_tokens
 
     def padded(self) -> StepFeatures:
-        """The same step for kernels that treat every adapter of a batch as if it were the largest one in
-        it."""
+        """Return the same step for kernels that treat every adapter of a batch as if it were the largest one
+        in it."""
         largest = self.largest_adapter_bytes
         bytes_of_all = (self.num_adapters * largest, self.num_adapter_rows * largest)
         return StepFeatures(*self[:6], *bytes_of_all, *self[8:])
 
 
 class StepSample(NamedTuple):
-    """The contents of a step, and the time it took."""
+    """The contents of a step, and its measured seconds."""
 
     step: StepFeatures
     seconds: float
@@ -60,9 +61,9 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCurve:
-    """Seconds by number of rows: lines between the sizes measured, flat below the first, and in proportion to
-    the rows above the last, where arithmetic is all there is. `stepped`: the engine pads steps to these
-    sizes, so that all between two of them cost as much as the larger."""
+    """Seconds by number of rows: linear between the measured sizes, constant below the first, and
+    proportional to the rows above the last, where arithmetic dominates. `stepped`: the engine pads steps to
+    these sizes, so that all numbers of rows between two of them cost as much as the larger."""
 
     rows: tuple[int, ...]
     seconds_at: tuple[float, ...]
@@ -86,11 +87,13 @@ class RowCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
-    """Seconds that a step takes beside its rows. `prompt_s`: of each prompt. `alone_s`: of a step that only
-    reads prompts; the engine was idle, and nothing hides its launch or has filled its caches.
-    `beside_prompts_s`: of each decode in a step with prompts; in others the curve has it.
-    `beside_prompts_position_s`: of each position that decodes attend to there, more than in others. `lora_s`:
-    for having any adapter, `prompt_lora_s`: that much more for having any in a step with prompts."""
+    """Seconds of a step beside the cost of its rows.
+
+    `prompt_s`: per prompt. `alone_s`: for a step that only reads prompts; the engine was idle, so nothing
+    hides its launch or has filled its caches. `beside_prompts_s`: per decode in a step with prompts; in other
+    steps the curve includes it. `beside_prompts_position_s`: extra seconds there per position that decodes
+    attend to. `lora_s`: for having any adapter, `prompt_lora_s`: extra for having any in a step with prompts.
+    """
 
     prompt_s: float = 0.0
     alone_s: float = 0.0
@@ -110,8 +113,8 @@ TERM_NAMES = tuple(field.name for field in fields(StepTerms))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """`decodes`: of steps that only decode, `prompts`: of all rows of a step with prompts. `quality`: None if
-    nobody measured."""
+    """The cost of steps. `decodes`: curve of steps that only decode, `prompts`: curve of all rows of a step
+    with prompts. `quality`: None if not measured."""
 
     decodes: RowCurve
     prompts: RowCurve
@@ -119,8 +122,8 @@ class StepCost:
     quality: FitQuality | None = None
 
     def seconds(self, step: StepFeatures) -> float:
-        """Return the seconds of a step; none for one without rows. Written out, as simulations ask for it all
-        the time."""
+        """Return the seconds of a step; zero for one without rows. Written out for speed, as simulations call
+        it all the time."""
         terms = self.terms
         num_decodes, num_prompts, num_tokens, positions, pairs, num_adapters, num_bytes, row_bytes, _, _ = (
             step
@@ -134,7 +137,7 @@ class StepCost:
                 + terms.beside_prompts_s * num_decodes
                 + terms.beside_prompts_position_s * positions
             )
-            # Two curves that were measured apart: what joins a step must not seem to make it shorter.
+            # The two curves were measured separately: joining a step must not seem to make it shorter.
             rows_s = max(rows_s, joined_s)
         if rows_s == 0:
             return 0.0
@@ -153,8 +156,8 @@ class StepCost:
 def fit_step_cost(
     samples: Sequence[StepSample], served: Sequence[StepSample] = (), *, stepped: bool = False
 ) -> StepCost:
-    """The curves bend where steps without adapters were measured that only decode or only read prompts.
-    `served`: more steps to fit to, at which nothing bends. `stepped`: steps are padded to those sizes."""
+    """Fit a step cost. The curves bend at the sizes of samples without adapters that only decode or only read
+    prompts. `served`: more samples to fit to, without bends. `stepped`: steps are padded to those sizes."""
     base = [step for step, _ in samples if step.num_adapters == 0]
     decodes = sorted({step.num_rows for step in base if step.num_prompt_tokens == 0})
     prompts = sorted({step.num_rows for step in base if step.num_decodes == 0})
@@ -178,7 +181,7 @@ def fit_step_cost(
 def _columns(
     step: StepFeatures, decodes: Sequence[int], prompts: Sequence[int], stepped: bool
 ) -> list[float]:
-    """Increments of both curves, of which a step has those of one, then the amounts of the terms."""
+    """Return the increments of both curves, of which a step uses one, then the amounts of the terms."""
     if step.num_prompt_tokens > 0:
         ramps = [*[0.0] * len(decodes), *_ramps(step.num_rows, prompts, stepped)]
     else:
@@ -187,7 +190,7 @@ def _columns(
 
 
 def _amounts(step: StepFeatures) -> tuple[float, ...]:
-    """Return what each of `StepTerms` is multiplied with, in their order."""
+    """Return the factor of each of `StepTerms`, in their order."""
     has_prompts, has_lora = step.num_prompt_tokens > 0, step.num_adapters > 0
     return (
         float(step.num_prompts),
@@ -205,7 +208,7 @@ def _amounts(step: StepFeatures) -> tuple[float, ...]:
 
 
 def _ramps(num_rows: int, knots: Sequence[int], stepped: bool) -> list[float]:
-    """Return how much of each of a curve's increments a step has; the same curve as `RowCurve.seconds`."""
+    """Return how much of each increment of a curve a step has; consistent with `RowCurve.seconds`."""
     if num_rows >= knots[-1]:
         return [num_rows / knots[-1]] * len(knots)
     pieces = pairwise(knots)

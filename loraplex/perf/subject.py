@@ -1,4 +1,4 @@
-"""Which engine a cost model is about: measured on one machine, it says nothing of another."""
+"""The engine that a cost model is about: a measurement on one machine does not hold for another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from loraplex.core.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """`machine`: processors and how many cores of them. `model`: of which shape (`shape_key`); what an engine
-    costs depends on shapes, not on weights, so fine-tunes of one base share a profile."""
+    """Machine, device, model and dtype of an engine. `machine`: processor and number of cores. `model`: its
+    shape (`shape_key`); costs depend on shapes, not on weights, so fine-tunes of one base share a profile."""
 
     machine: str
     device: str
@@ -21,12 +21,12 @@ class Subject:
 
     @property
     def file_name(self) -> str:
-        """The same for the same subject, and readable."""
+        """A readable file name, the same for equal subjects."""
         parts = (self.machine, self.device, self.model, self.dtype)
         return "--".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts) + ".json"
 
     def differences(self, other: Subject) -> list[str]:
-        """Fields that are not the same, in words."""
+        """Return the fields that differ, in words."""
         return [
             f"{name} {getattr(self, name)!r} instead of {getattr(other, name)!r}"
             for name in ("machine", "device", "model", "dtype", "num_layers")
@@ -35,7 +35,7 @@ class Subject:
 
 
 def shape_key(shape: ModelShape) -> str:
-    """All that decides what a model costs, but for the length of its context."""
+    """Return a key of everything that decides a model's costs, except its context length."""
     return (
         f"{shape.family}-{shape.num_layers}x{shape.hidden_size}-mlp{shape.intermediate_size}"
         f"-heads{shape.num_heads}.{shape.num_kv_heads}x{shape.head_dim}-vocab{shape.vocab_size}"

@@ -1,17 +1,17 @@
 """Decides how many threads the steps of a CPU engine run on.
 
-All threads of a step meet at a barrier after each of its hundreds of kernels. Where another program is busy
+All threads of a step meet at a barrier after each of its hundreds of kernels. If another program is busy
 on one of their cores, every barrier waits for a time slice, and a step takes many times as long as it would
-on fewer threads. The governor notices that from what a step used of the CPU, tries fewer threads for a few
+on fewer threads. The governor notices that from a step's CPU usage, tries fewer threads for a few
 steps, and keeps what is faster. Later it tries more threads again, since other programs end.
 
     all threads ──suspicion──▶ trial of each lower level ──faster──▶ fewer threads
          ▲                             │ not faster                       │ now and then
          └───────── pause ◀────────────┘          ◀──not faster── trial of more threads
 
-A trial is a level that runs a few steps, each compared with steps of the same size on the level in use: as
-many tokens, and as much context to attend to, since a step takes longer as contexts grow whoever else is
-busy. A trial ends as soon as it cannot win, and the time it cost bounds how soon the next may begin.
+In a trial a level runs a few steps, each compared with steps of the same size on the level in use: as many
+tokens, and as much context to attend to, since a step takes longer as contexts grow, whatever other programs
+do. A trial ends as soon as it cannot win, and its cost determines how soon the next may start.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _MIN_CPU_SHARE: Final = 0.5
-"""Threads that are not held up use nearly all of their CPU time: even at a barrier they spin."""
+"""Least share of CPU time: threads that are not held up use nearly all of it, as they spin at barriers."""
 _MAX_PREEMPTIONS_PER_S: Final = 20.0
-"""How often the threads of a process with cores of its own lose them, at most. A busy program on one of the
+"""Most preemptions per second of a process that has its cores to itself. A busy program on one of the
 cores takes it about a hundred times a second."""
 _WINDOW_STEPS: Final = 4
 _HURRY_S: Final = 1.0
-"""Two steps are enough to become suspicious if they took so long."""
+"""Seconds after which two steps, rather than a full window, are enough to suspect interference."""
 _MIN_KNOWN_STEPS: Final = 2
 _REMEMBERED_STEPS: Final = 8
 _TRIAL_STEPS: Final = 3
 _MAX_TRIAL_STEPS: Final = 6
-"""A level is given up after so many steps, if too few of them can be compared with the level in use."""
+"""Steps after which a level is given up if too few of them can be compared with the level in use."""
 _FASTER_WITH_FEWER: Final = 0.8
 _FASTER_WITH_MORE: Final = 0.9
 _HOPELESS: Final = 1.5
-"""A level this much slower than the one in use is not followed by trials of levels still further away."""
+"""Ratio of seconds to the level in use from which levels still further away are not tried."""
 _FIRST_PAUSE_S: Final = 5.0
 _MAX_PAUSE_S: Final = 60.0
 _PAUSE_PER_COST: Final = 20.0
-"""Trials take at most one part in so many of the time."""
+"""Trials take at most one part in this many of the time."""
 
 _Size = tuple[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepUsage:
-    """What one step took: `cpu_s` of all threads, and how often the system took a core from one of them.
+    """Resources of one step: `cpu_s` of all threads, and how often the system took a core from one of them.
 
-    `work`: what it computed, counted in tokens that have no context; more than `num_tokens` by what
-    attending to their contexts costs.
+    `work`: its computation in tokens without context; exceeds `num_tokens` by the cost of attending to
+    their contexts.
     """
 
     num_tokens: int
@@ -65,7 +65,7 @@ class StepUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadChange:
-    """Another number of threads was found to be faster, and by how much for steps of the same size."""
+    """A number of threads that was found to be faster, and by how much for steps of the same size."""
 
     old_threads: int
     new_threads: int
@@ -75,7 +75,7 @@ class ThreadChange:
 
 @dataclass(kw_only=True, slots=True)
 class _Trial:
-    """Levels still to try, the first of them running. `found`: seconds relative to the level in use."""
+    """Levels left to try, the first of them running. `found`: seconds relative to the level in use."""
 
     levels: list[int]
     threshold: float
@@ -86,7 +86,7 @@ class _Trial:
 
 
 class ThreadGovernor:
-    """`num_threads` is for the next step, whose usage is then given to `observe`."""
+    """Chooses `num_threads` for the next step; its usage must then be given to `observe`."""
 
     def __init__(self, max_threads: int) -> None:
         assert max_threads > 1, "with one thread there is nothing to decide"
@@ -105,7 +105,7 @@ class ThreadGovernor:
         return self._chosen if self._trial is None else self._trial.levels[0]
 
     def observe(self, step: StepUsage, now_s: float) -> ThreadChange | None:
-        """Take in a step that ran on `num_threads`; returns a change that was decided by it."""
+        """Record a step that ran on `num_threads`; return the change that it decided, if any."""
         if self._trial is not None:
             return self._observe_trial(self._trial, step, now_s)
         self._recent.append(step)
@@ -116,10 +116,10 @@ class ThreadGovernor:
 
     def _begin_trial(self, step: StepUsage) -> _Trial | None:
         if len(self._known[_size(step)]) < _MIN_KNOWN_STEPS:
-            return None  # there would be nothing to compare with
+            return None  # too few steps to compare with
         below = [level for level in self._levels if level < self._chosen]
         above = [level for level in self._levels if level > self._chosen]
-        # Between the ends, both directions take turns: failures of one must not keep the other waiting.
+        # Between the ends both directions take turns: failures of one must not delay the other.
         if below and self._is_held_up() and not (above and self._fewer_failed):
             return _Trial(levels=below[::-1], threshold=_FASTER_WITH_FEWER)
         if above:
@@ -127,7 +127,7 @@ class ThreadGovernor:
         return None
 
     def _is_held_up(self) -> bool:
-        """Whether recent steps got much less of the CPU than their threads asked for."""
+        """Return whether recent steps got much less of the CPU than their threads needed."""
         wall_s = sum(step.wall_s for step in self._recent)
         num_steps = len(self._recent)
         if num_steps < _WINDOW_STEPS and not (num_steps >= _MIN_KNOWN_STEPS and wall_s >= _HURRY_S):
@@ -171,7 +171,7 @@ class ThreadGovernor:
             old_step_s=old_step_s,
             new_step_s=old_step_s * trial.found[best],
         )
-        # To try the old number again costs at least one step of it.
+        # Trying the old number again costs at least one step on it.
         self._pause(now_s, max(trial.cost_s, change.old_step_s - change.new_step_s))
         self._chosen, self._known = best, _known_steps()
         return change
@@ -182,7 +182,8 @@ class ThreadGovernor:
 
 
 def thread_levels(max_threads: int) -> tuple[int, ...]:
-    """Numbers of threads worth trying: all, all but one, three quarters, and halves down to one."""
+    """Return the numbers of threads worth trying: all, all but one, three quarters, and halves down to
+    one."""
     halves = itertools.takewhile(lambda level: level >= 1, (max_threads >> shift for shift in range(64)))
     return tuple(sorted({*halves, max_threads - 1, max_threads * 3 // 4, 1}))
 
@@ -192,13 +193,13 @@ def _known_steps() -> defaultdict[_Size, deque[float]]:
 
 
 def _size(step: StepUsage) -> _Size:
-    """A class of steps that are alike. Both numbers count: a token behind a long context is as much work as
+    """Return a class of similar steps. Both numbers count: a token behind a long context is as much work as
     several without, but reads the model's weights only once."""
     return _magnitude(step.num_tokens), _magnitude(step.work)
 
 
 def _magnitude(value: float) -> tuple[int, int]:
-    """A class of numbers that differ by a quarter at most: four of them from a power of two to the next."""
+    """Return a class of numbers that differ by at most a quarter: four classes per power of two."""
     mantissa, exponent = math.frexp(value)
     return exponent, int(mantissa * 8)
 

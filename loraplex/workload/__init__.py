@@ -1,4 +1,4 @@
-"""Workloads: which request arrives when, how long it is, and whose adapter it asks for."""
+"""Workloads: requests with arrival times, lengths and adapters."""
 
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.jsonl import WorkloadFile, read_workload, save_workload, write_workload

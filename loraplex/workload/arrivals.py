@@ -1,4 +1,4 @@
-"""When requests arrive, whoever they are for."""
+"""Arrival times of requests, regardless of their adapters."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from loraplex.core.arrays import FloatArray
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.gaps import Gaps, GapTable
 
-# Draws come in batches of this many: few enough to hold nothing worth mentioning, enough to pay for numpy.
+# Number of draws at once: few enough to use little memory, enough to make numpy worthwhile.
 BATCH: Final = 4096
 
 
 class Arrivals(Protocol):
-    """Times in order, from 0, in batches; without end, or until there are no more."""
+    """Arrival times in order, from 0, in batches; endless or not."""
 
     def batches_s(self, rng: np.random.Generator) -> Iterator[FloatArray]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenewalArrivals:
-    """Independent gaps at one rate: Poisson, gamma, log-normal, ... as `gaps` says."""
+    """Arrivals with independent gaps at one rate: Poisson, gamma, log-normal, ... according to `gaps`."""
 
     rate_per_s: float
     gaps: Gaps
@@ -50,7 +50,7 @@ class RenewalArrivals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayArrivals:
-    """The times of another workload, `speed` times as fast."""
+    """The arrival times of another workload, `speed` times as fast."""
 
     times_s: Callable[[], Iterator[float]]
     speed: float = 1.0

@@ -1,4 +1,4 @@
-"""From a recipe to the workload."""
+"""Makes a workload from a recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from loraplex.workload.traffic import PerAdapterTraffic, SharedTraffic, Traffic
 
 
 def make_workload(recipe: Recipe) -> Workload:
-    """Nothing is drawn yet, but files are looked at: what is wrong with them is said here, or when drawn."""
+    """Return the workload of a recipe. Files are opened, but nothing is drawn yet.
+
+    Problems with files raise WorkloadError here, or when requests are drawn.
+    """
     match recipe.source:
         case None:
             return _drawn_workload(recipe)
@@ -57,7 +60,7 @@ def _drawn_workload(recipe: Recipe) -> MadeWorkload:
 
 
 def _arrivals(recipe: Recipe) -> tuple[Arrivals, float | None]:
-    """And how long they are expected to go on where no duration ends them."""
+    """Return the arrivals, and how long they are expected to last if no duration is given."""
     if recipe.replay is None:
         with blaming("cv"):
             gaps = _gaps(recipe)

@@ -1,4 +1,4 @@
-"""The parts of a workload that a recipe asks for, wherever its requests come from."""
+"""Parts of a workload that a recipe asks for, used for drawn and replayed requests alike."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _drawn_output(recipe: Recipe) -> TokenCounts:
 
 
 class _Tokens(NamedTuple):
-    """A number of tokens that was asked for, or its default."""
+    """A number of tokens that was given as an option, or its default."""
 
     field: str
     asked: int | None
@@ -128,7 +128,7 @@ class _Tokens(NamedTuple):
 
 def _log_normal(median: _Tokens, most: _Tokens, sigma: float) -> TokenCounts:
     if most.tokens < median.tokens:
-        # The one that was given is blamed, and the other one named.
+        # Report the option that was given as wrong, and name the other.
         if median.asked is None:
             raise RecipeError(
                 most.field, f"{most.tokens} is below the median, {median.in_words()}; give that as well"
@@ -144,7 +144,7 @@ def _log_normal(median: _Tokens, most: _Tokens, sigma: float) -> TokenCounts:
 
 
 def speed_for(rate: float | None, times_s: Callable[[], Iterator[float]]) -> tuple[float, float]:
-    """Return what to divide times by so that they come at that rate, and the last of them as it is."""
+    """Return the factor to divide times by so that they arrive at this rate, and the last time, undivided."""
     count, last_s = 0, 0.0
     for count, last_s in enumerate(times_s(), start=1):  # noqa: B007
         pass
@@ -159,7 +159,7 @@ def speed_for(rate: float | None, times_s: Callable[[], Iterator[float]]) -> tup
 
 @contextmanager
 def blaming(field: str) -> Iterator[None]:
-    """Errors of what is made of an option name the option."""
+    """Raise a WorkloadError from the block as a RecipeError that names this option."""
     try:
         yield
     except RecipeError:

@@ -1,4 +1,4 @@
-"""From a recipe with a trace to the workload."""
+"""Makes a workload from a recipe with a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _READERS: Final = {Source.MAF: read_maf, Source.SERVEGEN: read_servegen}
 
 
 def replayed_workload(recipe: Recipe) -> ReplayedWorkload:
-    """Azure, VTC. Their file is read for what header and speed need, then again as it is replayed."""
+    """Make a workload of an Azure or VTC trace. The file is read for header and speed, and again when
+    replayed."""
     assert recipe.trace is not None, "checked by the recipe"
     is_azure = recipe.source is Source.AZURE
     rows: Rows = partial(read_azure if is_azure else read_vtc, recipe.trace)
@@ -39,7 +40,7 @@ def replayed_workload(recipe: Recipe) -> ReplayedWorkload:
         path=recipe.trace,
         rows=rows,
         popularity=popularity_of(recipe, ranks) if is_azure else None,
-        # The last request of a trace is at its very end, and belongs to it.
+        # The last request of a trace is exactly at its end, and belongs to it.
         end=End(duration_s=recipe.duration_s, num_requests=recipe.num_requests),
         seed=recipe.seed,
         start_s=start_s,
@@ -54,7 +55,7 @@ def _num_adapters(rows: Rows) -> int:
 
 
 def counted_workload(recipe: Recipe) -> MadeWorkload:
-    """MAF, ServeGen."""
+    """Make a workload of a MAF or ServeGen trace."""
     assert recipe.trace is not None, "checked by the recipe"
     assert recipe.source is not None
     whole = _READERS[recipe.source](recipe.trace)
@@ -87,7 +88,7 @@ def counted_workload(recipe: Recipe) -> MadeWorkload:
 
 
 def _adapters(recipe: Recipe, trace: CountedTrace) -> tuple[CountedTrace, IntArray, tuple[str, ...] | None]:
-    """The sources taken, the adapter of each, and adapters' names where they are those of sources."""
+    """Return the sources used, the adapter of each, and the adapters' names if these are the sources'."""
     num_sources, wanted = len(trace.names), recipe.num_adapters
     if wanted is None:
         return trace, np.arange(num_sources), trace.names
@@ -96,8 +97,8 @@ def _adapters(recipe: Recipe, trace: CountedTrace) -> tuple[CountedTrace, IntArr
             "num_adapters", f"the trace has {num_sources} sources; for more, draw them with popularity trace"
         )
     if (group := recipe.functions_per_adapter) is not None:
-        # dLoRA's skewness: so many of the busiest functions to the first adapter, as many of the next to the
-        # second, and round again.
+        # dLoRA's skewness: this many of the busiest functions go to the first adapter, as many of the next to
+        # the second, and so on in turn.
         place = np.empty(num_sources, dtype=np.int64)
         place[np.argsort(-trace.totals(), kind="stable")] = np.arange(num_sources)
         return trace, place // group % wanted, None

@@ -1,4 +1,4 @@
-"""Traces that say how many requests each source made in each minute or so, not when in it."""
+"""Traces that give each source's number of requests per window (such as a minute), not their times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from loraplex.workload.traffic import Batch, in_order
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CountedTrace:
-    """A row for each window and source with anything in it, in order of windows.
+    """A trace of request counts: a row for each window and source with any request, in order of windows.
 
-    Row i: `counts[i]` requests of source `sources[i]` in window `windows[i]`, spaced as kind and shape say.
+    Row i: `counts[i]` requests of source `sources[i]` in window `windows[i]`, with gaps of `kinds[i]`,
+    `shapes[i]`.
     """
 
     names: tuple[str, ...]
@@ -33,13 +34,13 @@ class CountedTrace:
         return (int(self.windows[-1]) + 1) * self.window_s
 
     def totals(self) -> FloatArray:
-        """Requests of each source."""
+        """Return the number of requests of each source."""
         totals = np.zeros(len(self.names))
         np.add.at(totals, self.sources, self.counts)
         return totals
 
     def part(self, chosen: IntArray) -> CountedTrace:
-        """Return the trace of these sources alone, numbered anew in that order."""
+        """Return the trace of these sources alone, renumbered in that order."""
         new = np.full(len(self.names), -1, dtype=np.int64)
         new[chosen] = np.arange(chosen.size)
         kept = new[self.sources] >= 0
@@ -50,7 +51,7 @@ class CountedTrace:
         return replace(self, names=tuple(self.names[place] for place in chosen.tolist()), **rows)
 
     def mean_rate(self, start_s: float, end_s: float) -> float:
-        """Requests per second in that time; a window that lies in it partly counts in part."""
+        """Return requests per second in this interval; a window that is partly inside counts in part."""
         begin_s = self.windows * self.window_s
         inside_s = np.minimum(begin_s + self.window_s, end_s) - np.maximum(begin_s, start_s)
         shares = np.maximum(inside_s, 0.0) / self.window_s
@@ -59,9 +60,9 @@ class CountedTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CountedTraffic:
-    """A trace from `start_s` on, each count times `scale`; source i is adapter `adapters[i]`.
+    """The traffic of a trace from `start_s` on, each count times `scale`; source i is adapter `adapters[i]`.
 
-    A window is made at once, so that is what it holds in memory.
+    Requests are drawn one window at a time, so memory holds one window.
     """
 
     trace: CountedTrace
@@ -87,16 +88,16 @@ class CountedTraffic:
 
 
 def whole_counts(rng: np.random.Generator, counts: FloatArray) -> IntArray:
-    """Whole ones stay; of a fraction, that share of them is rounded up."""
+    """Round counts at random: a fraction is rounded up with that probability; whole numbers stay."""
     floors = np.floor(counts)
     return (floors + (rng.random(counts.size) < counts - floors)).astype(np.int64)
 
 
 def _placed(rng: np.random.Generator, gaps: GapTable, counts: IntArray) -> tuple[FloatArray, IntArray]:
-    """Where in the window (0 to 1) each request is, and whose it is.
+    """Return the position of each request in the window (0 to 1), and its row.
 
-    n gaps go once around the window, from anywhere in it: for Poisson gaps that is n uniform draws, and
-    bursts do not gather where windows meet.
+    n gaps go once around the window, from a random start: for Poisson gaps that is n uniform draws, and
+    bursts do not gather at window borders.
     """
     some = np.flatnonzero(counts)
     who = np.repeat(some, counts[some])
@@ -104,9 +105,9 @@ def _placed(rng: np.random.Generator, gaps: GapTable, counts: IntArray) -> tuple
         return np.empty(0), who
     drawn = gaps.draw(rng, who)
     firsts = np.cumsum(counts[some]) - counts[some]
-    # Very bursty gaps are so small that all of them may be 0 in floating point: one burst, then.
+    # Very bursty gaps may all be 0 in floating point: make them one burst.
     drawn[firsts[np.add.reduceat(drawn, firsts) == 0]] = 1.0
     drawn /= np.repeat(np.add.reduceat(drawn, firsts), counts[some])
-    # Every source adds up to 1, so those before it leave no trace in the fraction.
+    # Each source's gaps sum to 1, so in the running sum those of earlier sources do not change the fraction.
     starts = np.repeat(rng.random(some.size), counts[some])
     return (starts + np.cumsum(drawn)) % 1.0, who

@@ -1,4 +1,4 @@
-"""Traces of counts by source and window: Azure Functions (MAF) by minute, ServeGen's by ten minutes."""
+"""Reads traces of counts by source and window: Azure Functions (MAF) by minute, ServeGen by ten minutes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MINUTE_S: Final = 60
 _SERVEGEN_WINDOW_S: Final = 600
 _PATTERNS: Final = {"gamma": GapKind.GAMMA, "weibull": GapKind.WEIBULL, "exponential": GapKind.POISSON}
 
-# line, source, window, requests, how they are spaced
+# (line, source, window, number of requests, gaps between them)
 _Row = tuple[int, str, int, float, Gaps]
 
 
 @read_once
 def read_maf(path: Path) -> CountedTrace:
-    """Columns function, minute, count; what is absent is 0. A function is a source, calls are Poisson."""
+    """Read columns function, minute, count; absent rows are 0. A function is a source with Poisson calls."""
     columns = (
         Column(name="function", parse=text),
         Column(name="minute", parse=whole(0)),
@@ -38,10 +38,10 @@ def read_maf(path: Path) -> CountedTrace:
 
 @read_once
 def read_servegen(path: Path) -> CountedTrace:
-    """Columns client, t_s, rate, pattern, p1; what is absent is 0. A client is a source.
+    """Read columns client, t_s, rate, pattern, p1; absent rows are 0. A client is a source.
 
-    p1 is the shape of the gaps' distribution. The published scale (p2) does not go with the rate, and is
-    not used.
+    p1 is the shape of the gaps' distribution. The published scale (p2) does not match the rate and is not
+    used.
     """
     columns = (
         Column(name="client", parse=text),
@@ -72,7 +72,7 @@ def _pattern(value: str) -> GapKind:
 
 
 def _collected(path: Path, window_s: int, rows: Iterator[_Row], time_column: str) -> CountedTrace:
-    """Sources are numbered as they come."""
+    """Collect rows into a trace. Sources are numbered in order of appearance. Raises WorkloadError."""
     sources: dict[str, int] = {}
     seen: set[tuple[int, int]] = set()
     found: list[tuple[int, int, float, int, float]] = []

@@ -1,4 +1,4 @@
-"""What is wrong with a workload, in words for whoever made it."""
+"""Errors in workloads, worded for their authors."""
 
 from __future__ import annotations
 

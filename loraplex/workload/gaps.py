@@ -1,6 +1,6 @@
-"""Gaps between arrivals, with mean 1: how bursty arrivals are, apart from how many.
+"""Gaps between arrivals, with mean 1: they say how bursty arrivals are, not how many.
 
-A rate is put on top by dividing. `Gaps` describes one process, `GapTable` draws for many at once.
+Dividing gaps by a rate gives seconds. `Gaps` describes one process, `GapTable` draws for many at once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import numpy as np
 from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.errors import WorkloadError
 
-# Below these, nearly all gaps are 0 and the mean is made by one in millions: no sample would ever have it.
+# Below these shapes nearly all gaps are 0, and the mean depends on one in millions: no sample would have it.
 _LEAST_SHAPE: Final = 1e-3
 _LEAST_WEIBULL_SHAPE: Final = 0.1
 _MOST_CV: Final = 100.0
 
 
 class GapKind(IntEnum):
-    """What `shape` is: gamma and Weibull: k; log-normal: sigma of the logarithm; the others have none."""
+    """The distribution of gaps. `shape` is k for gamma and Weibull, sigma of the logarithm for log-normal;
+    the others have none."""
 
     POISSON = 0
     GAMMA = 1
@@ -34,7 +35,8 @@ class GapKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
-    """One kind of gaps. The coefficient of variation (CV) is 1 for Poisson, more is bursty, 0 is regular."""
+    """A distribution of gaps. The coefficient of variation (CV) is 1 for Poisson, more is bursty, 0 is
+    regular."""
 
     kind: GapKind
     shape: float = 1.0
@@ -66,14 +68,14 @@ class Gaps:
 
 
 def _checked(cv: float) -> float:
-    # A gamma of CV 0.01 is regular to the eye, and one of CV 100 has most of its requests in one instant.
+    # A gamma of CV 0.01 is practically regular, and one of CV 100 has most of its requests in one instant.
     if not 0.01 <= cv <= _MOST_CV:
         raise WorkloadError(f"cv must be from 0.01 to {_MOST_CV:g}, not {cv:g}; 0 is what regular gaps have")
     return cv
 
 
 class GapTable:
-    """Gaps of many processes, each of its own kind and shape."""
+    """Gaps of many processes, each with its own kind and shape."""
 
     def __init__(self, kinds: IntArray, shapes: FloatArray) -> None:
         self._kinds = kinds
@@ -86,14 +88,15 @@ class GapTable:
         return cls(kinds, np.array([each.shape for each in gaps], dtype=np.float64))
 
     def draw(self, rng: np.random.Generator, who: IntArray) -> FloatArray:
-        """One gap for each of the processes in `who`, which may come several times."""
+        """Return one gap for each of the processes in `who`, which may list one several times."""
         return self._draw(rng, who, biased=False)
 
     def draw_first(self, rng: np.random.Generator, who: IntArray) -> FloatArray:
-        """The time from any moment to the next arrival, for processes that have gone on for ever.
+        """Return the time from an arbitrary moment to the next arrival, for processes in steady state.
 
-        Were the first gap like the others, bursty processes would begin with a burst, and offer more than
-        their rate. A moment falls into a gap in proportion to its length, and anywhere within it.
+        If the first gap were drawn like the others, bursty processes would start with a burst and exceed
+        their rate. A moment falls into a gap with probability proportional to its length, and anywhere within
+        it.
         """
         return self._draw(rng, who, biased=True) * rng.random(who.size)
 
@@ -109,7 +112,7 @@ class GapTable:
 
 
 def _gaps(rng: np.random.Generator, kind: GapKind, shapes: FloatArray, *, biased: bool) -> FloatArray:
-    """With mean 1; `biased`: drawn in proportion to their length."""
+    """Return gaps with mean 1; `biased`: drawn in proportion to their length."""
     match kind:
         case GapKind.POISSON:
             return rng.standard_gamma(2.0, shapes.size) if biased else rng.standard_exponential(shapes.size)

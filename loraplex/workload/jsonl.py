@@ -1,13 +1,13 @@
-"""The workload file: a header, then one request a line, in order of arrival; .gz or not.
+"""The workload file: a header, then one request per line, in order of arrival; .gz or not.
 
     {"loraplex_workload": 1, "ranks": [8, 16], "names": [...], "duration_s": 60.0, "recipe": {...}}
     {"arrival_s": 0.078, "prompt_tokens": 21, "output_tokens": 137, "adapter": 0}
 
-The header may be missing, and all of it but `ranks`. With one, `adapter` is an index into `ranks`; without,
-it is an index that whoever replays the file takes modulo the number of adapters in use.
+The header is optional, and so are all its fields but `ranks`. With a header, `adapter` is an index into
+`ranks`; without one, a replay takes the index modulo the number of adapters in use.
 
-Reading is strict: a replay with a line misread or left out would measure another workload than the one
-named in the report.
+Reading is strict: a replay with a misread or skipped line would measure another workload than the one named
+in the report.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ VERSION: Final = 1
 KEYS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "adapter")
 _VERSION_KEY: Final = "loraplex_workload"
 _LATEST_S: Final = 1e10
-"""Three centuries. Next to later times, a float does not resolve what a step takes."""
+"""Latest arrival in seconds, about three centuries: beyond it, a float does not resolve a step's duration."""
 _HEADER_KEYS: Final = (_VERSION_KEY, "ranks", "names", "duration_s", "recipe")
-# A line just as `write_workload` writes it, with nothing in it to refuse: read without a JSON parser, which
-# takes several times as long. Whatever does not match takes the strict way.
+# A line exactly as `write_workload` writes it and with nothing in it to refuse is read without a JSON parser,
+# which takes several times as long. All other lines are parsed strictly.
 _PLAIN_LINE: Final = re.compile(
     r'\{"arrival_s": ((?:0|[1-9]\d{0,15})\.\d{1,17}), "prompt_tokens": ([1-9]\d{0,15}), '
     r'"output_tokens": ([1-9]\d{0,15}), "adapter": (0|[1-9]\d{0,15})\}',
@@ -48,14 +48,15 @@ _PLAIN_LINE: Final = re.compile(
 
 
 class WorkloadFile:
-    """A Workload in a file. The header is read now, the requests whenever they are gone through."""
+    """A Workload in a file. The header is read now, the requests on each iteration."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._header_line, self.header = _read_header(path)
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Blank lines are skipped; anything else that is odd is refused with its line."""
+        """Yield the requests. Skips blank lines; raises WorkloadError with the line number for anything
+        invalid."""
         last_s = -math.inf
         for number, line in _filled_lines(self.path):
             if number == self._header_line:
@@ -79,14 +80,14 @@ class WorkloadFile:
 
 
 def read_workload(path: Path) -> list[WorkloadRequest]:
-    """Every request of the file at once."""
+    """Return all requests of the file."""
     return list(WorkloadFile(path))
 
 
 def write_workload(
     path: Path, requests: Iterable[WorkloadRequest], header: WorkloadHeader | None = None
 ) -> int:
-    """Writes them as they come, and says how many there were. Nothing is left behind on an error."""
+    """Write requests as they are drawn and return their number. On an error no file is left behind."""
     number = 0
     with write_text(path) as file:
         if header is not None:
@@ -99,12 +100,12 @@ def write_workload(
 
 
 def save_workload(path: Path, workload: Workload) -> int:
-    """The workload with its header; how many requests it has."""
+    """Write the workload with its header and return its number of requests."""
     return write_workload(path, workload, workload.header)
 
 
 def _request_line(request: WorkloadRequest) -> str:
-    # As json.dumps writes it, at a fraction of the time: files of a million lines are common.
+    # The same text as json.dumps in a fraction of the time: files of a million lines are common.
     return (
         f'{{"arrival_s": {request.arrival_s!r}, "prompt_tokens": {request.prompt_tokens}, '
         f'"output_tokens": {request.output_tokens}, "adapter": {request.adapter}}}\n'
@@ -127,7 +128,7 @@ def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_header(path: Path) -> tuple[int | None, WorkloadHeader | None]:
-    """The header and its line, if there is one."""
+    """Return the header and its line number, or None for both if there is none."""
     number, line = next(_filled_lines(path), (0, ""))
     if not line:
         raise WorkloadError(f"{path}: no requests in it")
@@ -191,7 +192,7 @@ def _parse_object(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        # Some messages end in "at", others do not.
+        # Some messages of the parser end in "at".
         message = error.msg.removesuffix(" at")
         raise ValueError(f"not JSON: {message} at column {error.colno}") from error
     except RecursionError:
@@ -230,7 +231,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _seconds(key: str, value: object) -> float:
-    # bool is an int to Python, and NaN and Infinity are numbers to its JSON reader.
+    # bool is an int in Python, and its JSON reader accepts NaN and Infinity as numbers.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{key} must be a number of seconds, not {value!r}")
     try:

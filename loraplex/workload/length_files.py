@@ -1,4 +1,4 @@
-"""Files of lengths that were seen: pairs, outputs alone, or quantiles by client, as ServeGen has them."""
+"""Reads files of observed lengths: pairs, outputs alone, or quantiles by client, as ServeGen has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _LEVELS: Final = {
 
 @read_once
 def read_lengths(path: Path) -> Lengths | EmpiricalTokens:
-    """Which of the three kinds it is, the columns say. EmpiricalTokens: of outputs alone."""
+    """Read the lengths; the columns tell which of the three kinds the file is. EmpiricalTokens: outputs
+    alone."""
     names = column_names(path)
     if any(name.startswith("in_p") for name in names):
         return _read_quantiles(path)

@@ -1,4 +1,4 @@
-"""How long prompts and answers are."""
+"""Lengths of prompts and answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from loraplex.workload.errors import WorkloadError
 
 
 class Lengths(Protocol):
-    """Prompt and output tokens, each at least 1."""
+    """A distribution of prompt and output tokens, each at least 1."""
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[IntArray, IntArray]: ...
 
 
 class TokenCounts(Protocol):
-    """One of the two."""
+    """A distribution of prompt tokens or of output tokens."""
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray: ...
 
@@ -37,7 +37,8 @@ class FixedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogNormalTokens:
-    """`sigma` is that of the logarithm. What is out of bounds is set to the bound, so the median stays."""
+    """A log-normal length with `sigma` of the logarithm. Values out of bounds are clipped, so the median
+    stays."""
 
     median: float
     sigma: float
@@ -59,7 +60,7 @@ class LogNormalTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EmpiricalTokens:
-    """Any of the lengths that were seen, as often as they were."""
+    """A length drawn from observed ones, with their frequencies."""
 
     seen: IntArray
 
@@ -78,7 +79,7 @@ class IndependentLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PairedLengths:
-    """Any of the requests that were seen: long prompts keep the answers that belong to them."""
+    """Lengths drawn from observed requests: a prompt keeps the output that belongs to it."""
 
     prompts: IntArray
     outputs: IntArray
@@ -90,12 +91,12 @@ class PairedLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantileLengths:
-    """Lengths of which only quantiles were published, a row for each client and time.
+    """Lengths for which only quantiles were published, one row for each client and time.
 
-    A row is taken at random, then both lengths from straight lines through its quantiles.
+    A row is drawn at random, then both lengths by linear interpolation between its quantiles.
     """
 
-    levels: FloatArray  # of the quantiles, rising, the last one 1
+    levels: FloatArray  # levels of the quantiles, rising, the last one 1
     prompts: FloatArray  # rows x levels
     outputs: FloatArray
 
@@ -117,7 +118,7 @@ class QuantileLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedLengths:
-    """Others, cut to what a model or a memory can take."""
+    """Lengths of another distribution, cut to what a model or memory can take."""
 
     lengths: Lengths
     max_prompt_tokens: int | None = None

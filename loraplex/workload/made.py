@@ -1,4 +1,4 @@
-"""Workloads that are made as they are gone through, not kept."""
+"""Workloads whose requests are drawn or read during iteration, not stored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeWorkload:
-    """Traffic with lengths drawn for it. The same for the same seed, every time."""
+    """Traffic with lengths drawn for it. Every iteration with the same seed yields the same requests."""
 
     header: WorkloadHeader
     traffic: Traffic
@@ -59,9 +59,9 @@ class MadeWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedWorkload:
-    """A trace from `start_s` on, `speed` times as fast, with the lengths it has (cut to the bounds).
+    """A trace from `start_s` on, `speed` times as fast, with its own lengths (cut to the bounds).
 
-    `popularity` draws adapters for a trace that has none.
+    `popularity` draws adapters if the trace has none.
     """
 
     header: WorkloadHeader

@@ -1,4 +1,4 @@
-"""A few values shared out among many adapters: ranks, and rates."""
+"""Values such as ranks or rates assigned to many adapters by weight."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Mix:
             raise WorkloadError("weights must be finite, none of them negative and not all of them 0")
 
     def assign(self, count: int, rng: np.random.Generator) -> list[float]:
-        """As many of each as its weight says, to the nearest whole one, in random order.
+        """Assign each value to a number of adapters by its weight, to the nearest whole number, in random
+        order.
 
-        Counts are exact, not drawn: with twenty adapters, drawn ranks would often not be the mix asked for.
+        Counts are exact, not drawn: with twenty adapters, drawn ranks would often differ much from the mix.
         """
         shuffled = rng.permutation(np.repeat(np.arange(len(self.values)), self._counts(count)))
         return [self.values[place] for place in shuffled.tolist()]
@@ -44,7 +45,7 @@ class Mix:
 
 
 def parse_mix(text: str, *, least: float, whole: bool = False) -> Mix:
-    """`8,16` or, with weights, `8:3,16:1`. Whole values are at least, others are more than the least."""
+    """Parse `8,16` or, with weights, `8:3,16:1`. Whole values must be at least, others above `least`."""
     values: list[float] = []
     weights: list[float] = []
     for part in text.split(","):

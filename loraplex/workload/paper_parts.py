@@ -1,7 +1,7 @@
-"""What the papers' workloads have in common: popularity, arrivals and lengths that were published.
+"""Parts that the papers' workloads share: published popularity, arrivals and lengths.
 
-A part adds its options to a recipe. Where there is a folder of data, laid out as docs/workloads.md says, they
-are those of a file; where there is none, of a synthetic stand-in fitted to that file.
+A part adds its options to a recipe. Given a folder of data, laid out as docs/workloads.md says, these refer
+to a file; without one, to a synthetic stand-in fitted to that file.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ Part = Callable[[Recipe, Path | None], Recipe]
 
 _MAX_PROMPT_TOKENS: Final = 3072
 _MAX_OUTPUT_TOKENS: Final = 1024
-"""Together the context of Llama 2, which most of the papers serve."""
+"""Bounds of lengths in tokens: together the context of Llama 2, which most of the papers serve."""
 
 _MAF_START_S: Final = 12 * 3600
-"""Noon: an hour as skewed as the whole day. In the first one, two functions make most of the calls."""
+"""Seconds to noon, an hour as skewed as the whole day. In the first hour, two functions make most of the
+calls."""
 _SERVEGEN_START_S: Final = 10 * 3600
 _ADAPTER_CV: Final = 4.0
-"""Of one adapter's gaps: the median of MAF's minutes over a day, 32 adapters at 16 requests per second."""
+"""CV of one adapter's gaps: the median of MAF's minutes over a day, 32 adapters at 16 requests per second."""
 
 
 def maf_popularity(skew: float) -> Part:
-    """Make adapters as skewed as the calls of MAF's functions. `skew`: the exponent of the Zipf law
-    nearest to that curve, for where there is no data."""
+    """Make adapters as skewed as the calls of MAF's functions. `skew` is the exponent of the Zipf law
+    closest to that curve, used without data."""
 
     def part(recipe: Recipe, data: Path | None) -> Recipe:
         if data is None:
@@ -41,7 +42,7 @@ def maf_popularity(skew: float) -> Part:
 
 
 def maf_calls(recipe: Recipe, data: Path | None) -> Recipe:
-    """Every function of MAF is an adapter."""
+    """Make every function of MAF an adapter."""
     if data is None:
         shared = maf_popularity(1.15)(recipe, None)
         return replace(shared, arrivals=ArrivalKind.GAMMA, cv=1.1)
@@ -54,7 +55,8 @@ def maf_calls(recipe: Recipe, data: Path | None) -> Recipe:
 
 
 def maf_functions(functions_per_adapter: int, *, skew: float) -> Part:
-    """All functions of MAF on a few adapters, dLoRA's way. `skew`: of the Zipf law nearest to the result."""
+    """Map all functions of MAF to a few adapters as dLoRA does. `skew`: of the Zipf law closest to the
+    result."""
 
     def part(recipe: Recipe, data: Path | None) -> Recipe:
         if data is not None:
@@ -63,7 +65,7 @@ def maf_functions(functions_per_adapter: int, *, skew: float) -> Part:
         assert recipe.num_adapters is not None
         assert recipe.rate is not None
         rates = (recipe.rate * zipf_shares(recipe.num_adapters, skew)).tolist()
-        # Adapters with arrivals of their own, so that each has its own bursts.
+        # Each adapter has its own arrivals, and so its own bursts.
         return replace(
             recipe,
             rate=None,
@@ -76,7 +78,7 @@ def maf_functions(functions_per_adapter: int, *, skew: float) -> Part:
 
 
 def servegen_clients(recipe: Recipe, data: Path | None) -> Recipe:
-    """Every client of ServeGen's middle-sized model is an adapter, with lengths such as its clients have."""
+    """Make every client of ServeGen's middle-sized model an adapter, with lengths of its clients."""
     if data is None:
         drawn = replace(recipe, arrivals=ArrivalKind.GAMMA, cv=1.3, popularity=PopularityKind.ZIPF, skew=1.2)
         return _log_normal(drawn, prompt=(540, 1.6), output=(58, 1.9))
@@ -90,14 +92,14 @@ def servegen_clients(recipe: Recipe, data: Path | None) -> Recipe:
 
 
 def azure_lengths(recipe: Recipe, data: Path | None) -> Recipe:
-    """Conversations with Azure's services in 2023."""
+    """Use the lengths of conversations with Azure's services in 2023."""
     if data is None:
         return _log_normal(recipe, prompt=(900, 0.7), output=(129, 1.1))
     return _empirical(recipe, published(data, "traces/azure_llm_2023_conv"))
 
 
 def lmsys_lengths(recipe: Recipe, data: Path | None) -> Recipe:
-    """Outputs of LMSYS-Chat-1M; its prompts are in no file, and drawn."""
+    """Use output lengths of LMSYS-Chat-1M; no file has its prompts' lengths, so these are drawn."""
     if data is None:
         return replace(recipe, output_tokens=140, output_sigma=0.8)
     file = published(data, "lengths/lmsys_vicuna13b_output_lengths")
@@ -105,20 +107,20 @@ def lmsys_lengths(recipe: Recipe, data: Path | None) -> Recipe:
 
 
 def alpaca_lengths(recipe: Recipe, data: Path | None) -> Recipe:
-    """Short prompts and answers, with Alpaca's means of 19 and 58 tokens. There is no file of them."""
+    """Use short prompts and answers, with Alpaca's means of 19 and 58 tokens. There is no file of them."""
     return _log_normal(recipe, prompt=(16, 0.6), output=(35, 1.0))
 
 
 def sharegpt_lengths(recipe: Recipe, data: Path | None) -> Recipe:
-    """Single turns of ShareGPT, with means of 250 and 231 tokens.
+    """Use lengths of ShareGPT's single turns, with means of 250 and 231 tokens.
 
-    The published file has the whole history in the prompt, which none of the papers has.
+    The published file has the whole history in the prompt, unlike any of the papers.
     """
     return _log_normal(recipe, prompt=(120, 1.25), output=(150, 1.0))
 
 
 def published(data: Path, name: str) -> Path:
-    """Return the file of this name in the folder, which must be there."""
+    """Return the file of this name in the folder; RecipeError if it is not there."""
     for suffix in (".csv.gz", ".csv"):
         if (path := data / f"{name}{suffix}").is_file():
             return path
@@ -138,7 +140,7 @@ def _empirical(recipe: Recipe, file: Path) -> Recipe:
 
 
 def _log_normal(recipe: Recipe, *, prompt: tuple[int, float], output: tuple[int, float]) -> Recipe:
-    """`prompt` and `output`: the median, and sigma of the logarithm."""
+    """Set log-normal lengths; `prompt` and `output` are (median, sigma of the logarithm)."""
     return replace(
         recipe,
         prompt_tokens=prompt[0],

@@ -1,6 +1,6 @@
-"""The workloads of the papers by name, as recipes.
+"""The papers' workloads by name, as recipes.
 
-`NAMED` has them. Each says which experiment it is of and where it differs from it; `paper_workload` makes it.
+`NAMED` lists them, each with its experiment and its differences from it; `paper_workload` makes one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from loraplex.workload.request import Workload
 _FOUR_RANKS: Final = "8,16,32,64"
 _FIVE_RANKS: Final = "8,16,32,64,128"
 _SCALED: Final = {128: (1.5, 1.58), 256: (3.6, 1.36), 512: (7.7, 1.24)}
-"""Toppings' servers by their number of adapters: requests/s, and the Zipf law nearest to MAF's curve."""
+"""Toppings' servers by number of adapters: requests/s, and the exponent of the Zipf law closest to MAF's
+curve."""
 
 _MAF_CURVE: Final = (
     "Poisson arrivals without MAF's bursts; popularity read off the curve of 1,000 functions, without data a "
@@ -44,7 +45,7 @@ _SHAREGPT: Final = "ShareGPT's lengths are log-normal with the means of its sing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedRecipe:
-    """A paper's workload. `base` has the paper's rate, duration and adapters; `parts` add what was published.
+    """A paper's workload. `base` has the paper's rate, duration and adapters; `parts` add published data.
 
     `fixed`: options that cannot be changed, and why.
     """
@@ -66,9 +67,9 @@ class NamedRecipe:
         seed: int = 0,
         num_adapters: int | None = None,
     ) -> Recipe:
-        """Return the recipe; None leaves an option as the paper has it. `data`: folder of published files.
+        """Return the recipe; None keeps the paper's value of an option. `data`: folder of published files.
 
-        Raises RecipeError for what is fixed, and for a folder that lacks a file or has no effect.
+        Raises RecipeError for fixed options, and for a folder that lacks a file or has no effect.
         """
         self._check(rate, num_adapters)
         found = replace(
@@ -114,14 +115,14 @@ def paper_workload(
 
 
 def find_paper(name: str) -> NamedRecipe:
-    """Return the one of this name; raises RecipeError, with the names that come near."""
+    """Return the workload of this name; RecipeError suggests similar names."""
     if name not in NAMED:
         raise RecipeError("paper", unknown_name("workload of a paper", name, NAMED))
     return NAMED[name]
 
 
 def _scaled_production(recipe: Recipe, data: Path | None) -> Recipe:
-    """The paper's rate goes with the number of adapters, as does the skew."""
+    """Set rate and skew, which in the paper depend on the number of adapters."""
     assert recipe.num_adapters is not None
     if recipe.num_adapters not in _SCALED:
         raise RecipeError("num_adapters", f"the paper has {', '.join(map(str, _SCALED))} adapters")

@@ -1,6 +1,6 @@
-"""Which adapter a request is for: how the traffic is shared out, and how that moves.
+"""Popularity: the adapter of each request, by shares of the traffic that may shift over time.
 
-Shares "by rank" first give each distinct rank its part, smaller ranks more, as the LoRAServe paper does;
+Shares "by rank" first give each distinct rank its share, smaller ranks more, as in the LoRAServe paper;
 adapters of one rank share theirs equally.
 """
 
@@ -20,7 +20,8 @@ _HOT_SHARE: Final = 0.5
 
 
 class Popularity(Protocol):
-    """`first`: how many were drawn before. `progress`: where in the workload each is, from 0 to 1."""
+    """A way to draw adapters. `first`: number of requests drawn before. `progress`: each request's position
+    in the workload, from 0 to 1."""
 
     def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray: ...
 
@@ -30,7 +31,7 @@ class Popularity(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InTurn:
-    """0, 1, 2, ...: with more adapters than requests, every request has one of its own."""
+    """Adapters in turn, 0, 1, 2, ...: with more adapters than requests, every request has its own."""
 
     num_adapters: int
 
@@ -43,7 +44,7 @@ class InTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shares:
-    """The same all the time."""
+    """Popularity with constant shares."""
 
     shares: FloatArray
 
@@ -56,13 +57,13 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShiftingShares:
-    """From one set of shares to another, in a straight line."""
+    """Popularity that moves linearly from one set of shares to another."""
 
     start: FloatArray
     end: FloatArray
 
     def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray:
-        # A mixture of both with weights that move is just that line, for every adapter.
+        # A mixture of both sets whose weight is the progress yields exactly that line, for every adapter.
         is_end = rng.random(progress.size) < progress
         drawn = rng.random(progress.size)
         return np.where(is_end, _places(self.end, drawn), _places(self.start, drawn))
@@ -76,19 +77,20 @@ def uniform_shares(count: int) -> FloatArray:
 
 
 def zipf_shares(count: int, exponent: float) -> FloatArray:
-    """The i-th adapter's is in proportion to 1 / i^exponent."""
+    """Return shares proportional to 1 / i^exponent for the i-th adapter."""
     _check_skew(exponent)
     return _normalized(np.arange(1, count + 1, dtype=np.float64) ** -exponent)
 
 
 def exponential_shares(count: int, decay: float) -> FloatArray:
-    """Falling by a factor of e^(decay / count) from each to the next, about e^decay from first to last."""
+    """Return shares that fall by e^(decay / count) from each to the next, about e^decay from first to
+    last."""
     _check_skew(decay)
     return _normalized(np.exp(-decay * np.arange(count) / count))
 
 
 def zipf_within_rank(ranks: Sequence[int], exponent: float) -> FloatArray:
-    """Every rank gets an equal part, of which its i-th adapter's is in proportion to 1 / i^exponent."""
+    """Give every rank an equal share, divided among its adapters in proportion to 1 / i^exponent."""
     distinct, place = np.unique(np.asarray(ranks), return_inverse=True)
     shares = np.empty(place.size)
     for number in range(distinct.size):
@@ -98,7 +100,7 @@ def zipf_within_rank(ranks: Sequence[int], exponent: float) -> FloatArray:
 
 
 def power_by_rank(ranks: Sequence[int], alpha: float) -> FloatArray:
-    """The x-th smallest rank gets a part in proportion to x^-alpha."""
+    """Give the x-th smallest rank a share proportional to x^-alpha."""
     return _by_rank(ranks, zipf_shares(len(set(ranks)), alpha))
 
 
@@ -107,7 +109,8 @@ def exponential_by_rank(ranks: Sequence[int], decay: float) -> FloatArray:
 
 
 def shifting_skew(ranks: Sequence[int], hot_share: float = _HOT_SHARE) -> ShiftingShares:
-    """Half of the traffic is for the largest rank at first, for the smallest in the end; others are even."""
+    """Give the largest rank half of the traffic at first, the smallest at the end; the others share
+    evenly."""
     num_ranks = len(set(ranks))
     if num_ranks < 2:
         raise WorkloadError("ranks: a skew that shifts from rank to rank needs two or more")
@@ -120,8 +123,8 @@ def shifting_skew(ranks: Sequence[int], hot_share: float = _HOT_SHARE) -> Shifti
 def shares_like(totals: Sequence[float], count: int) -> FloatArray:
     """Return shares as skewed as these totals, for any number of adapters, the busiest first.
 
-    With another number than there are totals, shares lie on the curve of the totals in order of size (of
-    their logarithms, which are spread over many powers of ten), at evenly spaced places.
+    If `count` differs from the number of totals, shares are interpolated at evenly spaced places on the curve
+    of sorted totals (of their logarithms, as they spread over many powers of ten).
     """
     sizes = np.sort(np.array([total for total in totals if total > 0], dtype=np.float64))[::-1]
     if not sizes.size:
@@ -134,7 +137,7 @@ def shares_like(totals: Sequence[float], count: int) -> FloatArray:
 
 
 def _by_rank(ranks: Sequence[int], rank_shares: FloatArray) -> FloatArray:
-    """`rank_shares`: of the distinct ranks, the smallest first."""
+    """Return each adapter's share; `rank_shares` are those of the distinct ranks, the smallest first."""
     _, place, counts = np.unique(np.asarray(ranks), return_inverse=True, return_counts=True)
     return (rank_shares / counts)[place]
 

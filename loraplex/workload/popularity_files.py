@@ -1,4 +1,4 @@
-"""How popular the sources of a trace were, whatever trace it is."""
+"""Reads how popular the sources of a trace were, from any of the trace formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraplex.workload.table import Column, column_names, number, read_table, te
 
 @read_once
 def read_totals(path: Path) -> list[float]:
-    """Requests of each source, of a MAF file (counts or totals), ServeGen, VTC, or a workload file."""
+    """Return each source's requests from a MAF file (counts or totals), ServeGen, VTC, or a workload file."""
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         return _counted(str(request.adapter) for request in WorkloadFile(path))
     names = column_names(path)

@@ -1,4 +1,4 @@
-"""Rates of single adapters, and how they change."""
+"""Rates of individual adapters, constant or changing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex.workload.gaps import Gaps, GapTable
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RateWindow:
-    """A time in which nothing changes: requests per second of each adapter, and how they are spaced."""
+    """An interval with constant rates: requests per second of each adapter, and the gaps between them."""
 
     start_s: float
     end_s: float
@@ -26,7 +26,7 @@ class RateWindow:
 
 class Rates(Protocol):
     def windows(self, rng: np.random.Generator) -> Iterator[RateWindow]:
-        """One after the other without a gap, from 0 to infinity."""
+        """Yield consecutive windows, from 0 to infinity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,11 +41,10 @@ class ConstantRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChangingRates:
-    """The adapter-twin paper's "unpredictable arrivals".
+    """The "unpredictable arrivals" of the adapter-twin paper.
 
-    Every few minutes each adapter's rate is multiplied or divided by `factor`, within the bounds, and its
-    arrivals become those of one of `choices`, all at random. It begins with `rates_per_s` and the first
-    choice.
+    Every `every_s` each adapter's rate is multiplied or divided by `factor`, within the bounds, and its gaps
+    are chosen from `choices`, both at random. It starts with `rates_per_s` and the first choice.
     """
 
     rates_per_s: FloatArray

@@ -1,4 +1,4 @@
-"""Files that are read once though many workloads are made of them, as a search for a rate does."""
+"""Caches files that many workloads are made of, for instance in a search for a rate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 _NUM_KEPT: Final = 2
-"""Files of each kind."""
+"""Number of files of each kind in the cache."""
 
 
 def read_once(read: Callable[[Path], T]) -> Callable[[Path], T]:
-    """Keep what a function has read of its last files until they change. Callers must not change it."""
+    """Cache a reader's results for its last files until these change. Callers must not modify the results."""
 
     @lru_cache(maxsize=_NUM_KEPT)
     def kept(path: Path, size: int, changed_ns: int) -> T:
@@ -26,8 +26,8 @@ def read_once(read: Callable[[Path], T]) -> Callable[[Path], T]:
         try:
             found = path.stat()
         except OSError:
-            return read(path)  # which says what is wrong with it
-        if not S_ISREG(found.st_mode):  # a pipe, say
+            return read(path)  # raises an error that says what is wrong
+        if not S_ISREG(found.st_mode):  # such as a pipe
             return read(path)
         return kept(path, found.st_size, found.st_mtime_ns)
 

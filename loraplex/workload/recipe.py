@@ -1,7 +1,7 @@
-"""What a workload is made of, as plain options. `build.make_workload` makes it.
+"""The options that define a workload. `build.make_workload` makes it.
 
-None is "not given": what then holds is said here, and what is given but would have no effect is refused,
-because a workload that is not the one asked for spoils whatever is measured with it.
+None means "not given": the defaults are below, and options that are given but would have no effect are
+refused, because a workload other than the one asked for would spoil any measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_PROMPT_TOKENS: Final = 75
 DEFAULT_OUTPUT_TOKENS: Final = 117
 DEFAULT_PROMPT_SIGMA: Final = 1.0
 DEFAULT_OUTPUT_SIGMA: Final = 0.8
-# Bounds of lengths that are drawn; a median above them needs bounds of its own.
+# Bounds of drawn lengths; a median above them needs its own bounds.
 DEFAULT_MIN_TOKENS: Final = 8
 DEFAULT_MAX_PROMPT_TOKENS: Final = 1024
 DEFAULT_MAX_OUTPUT_TOKENS: Final = 512
@@ -33,7 +33,7 @@ DEFAULT_CHANGE_FACTOR: Final = 2.0
 
 
 class RecipeError(WorkloadError):
-    """An option is wrong, or goes with others than those given."""
+    """An option is wrong, or does not go with the others."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -42,7 +42,7 @@ class RecipeError(WorkloadError):
 
 
 class Source(StrEnum):
-    """Where a workload comes from that is not drawn."""
+    """The trace that a workload is taken from, if it is not drawn."""
 
     AZURE = "azure"
     MAF = "maf"
@@ -70,7 +70,8 @@ class PopularityKind(StrEnum):
     TRACE = "trace"
 
 
-# Zipf's and the power law's exponent; by how many powers of e an exponential falls from first to last.
+# Exponent of Zipf's and the power law; for an exponential, by how many powers of e it falls from first to
+# last.
 DEFAULT_SKEWS: Final = {
     PopularityKind.ZIPF: 1.0,
     PopularityKind.ZIPF_WITHIN_RANK: 1.0,
@@ -87,7 +88,7 @@ class LengthKind(StrEnum):
 
 
 class MadeFrom(StrEnum):
-    """What stands behind a paper's workload."""
+    """The data that a paper's workload is made from."""
 
     PUBLISHED = "published files"
     STAND_INS = "synthetic stand-ins"
@@ -98,8 +99,8 @@ class Recipe:
     """All options; see docs/workloads.md.
 
     `rate` is of all adapters together; `rates` are of single adapters, with weights, as `ranks` are. A trace
-    keeps its own rate where none is given. `start_s` is in the trace's time, `duration_s` in the workload's.
-    `paper` and `made_from` are for people: the name in `papers` that it is of, and what it is made from.
+    keeps its own rate if none is given. `start_s` is in the trace's time, `duration_s` in the workload's.
+    `paper` and `made_from` are for people: its name in `papers`, and what it is made from.
     """
 
     paper: str | None = None
@@ -145,7 +146,8 @@ class Recipe:
                 raise RecipeError(field, f"is needed with {why}")
 
     def given(self) -> dict[str, Scalar]:
-        """What is not left to defaults, and the seed; of files the names alone: folders are private."""
+        """Return the options that are not None, and the seed; files by name only, since folders are
+        private."""
         found: dict[str, Scalar] = {"seed": self.seed}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -155,7 +157,7 @@ class Recipe:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that it reads."""
+        """All files that it reads."""
         named = (self.trace, self.replay, self.popularity_file, self.lengths_file)
         return tuple(path for path in named if path is not None)
 
@@ -173,7 +175,7 @@ class Recipe:
 
     @property
     def is_per_adapter(self) -> bool:
-        """Whether each adapter has arrivals of its own."""
+        """True if each adapter has its own arrivals."""
         return self.rates is not None or self.change_every_s is not None
 
     @property
@@ -182,7 +184,7 @@ class Recipe:
 
 
 def _effects(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
-    """(option, what it goes with, whether that is so)."""
+    """Yield (option, what it requires, whether that holds)."""
     drawn = recipe.source is None
     for name in ("arrivals", "rates", "change_every_s"):
         yield name, "arrivals that are drawn, not those of a trace", drawn

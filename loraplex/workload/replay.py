@@ -1,4 +1,4 @@
-"""Traces of single requests: Azure's LLM inference traces, and the VTC artifact's."""
+"""Reads traces of single requests: Azure's LLM inference traces, and the VTC artifact's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTHS: Final = (
     Column(name="prompt_tokens", parse=whole(1)),
     Column(name="output_tokens", parse=whole(1)),
 )
-# As Azure publishes them, with the time of day.
+# Azure's own column names, in files with a TIMESTAMP.
 _AZURE_LENGTHS: Final = (
     Column(name="ContextTokens", parse=whole(1)),
     Column(name="GeneratedTokens", parse=whole(1)),
@@ -24,7 +24,7 @@ _AZURE_LENGTHS: Final = (
 
 
 class TraceRow(NamedTuple):
-    """`adapter`: None in a trace that does not know of any."""
+    """A request of a trace; `adapter` is None if the trace has none."""
 
     line: int
     arrival_s: float
@@ -37,7 +37,7 @@ Rows = Callable[[], Iterator[TraceRow]]
 
 
 def read_azure(path: Path) -> Iterator[TraceRow]:
-    """Columns arrival_s, prompt_tokens, output_tokens; or Azure's own TIMESTAMP, ContextTokens,
+    """Read columns arrival_s, prompt_tokens, output_tokens; or Azure's own TIMESTAMP, ContextTokens,
     GeneratedTokens, with times counted from the first."""
     if "TIMESTAMP" in column_names(path):
         rows = _since_first(path)
@@ -48,14 +48,14 @@ def read_azure(path: Path) -> Iterator[TraceRow]:
 
 
 def read_vtc(path: Path) -> Iterator[TraceRow]:
-    """Columns arrival_s, adapter, prompt_tokens, output_tokens; the adapter is the client's number."""
+    """Read columns arrival_s, adapter, prompt_tokens, output_tokens; the adapter is the client's number."""
     columns = (_ARRIVAL, Column(name="adapter", parse=whole(0)), *_LENGTHS)
     for line, (arrival_s, adapter, prompt, output) in _in_order(path, read_table(path, columns)):
         yield TraceRow(line, arrival_s, prompt, output, adapter)
 
 
 def read_times_s(path: Path) -> Iterator[float]:
-    """The arrivals of a workload file, or of a table with arrival_s or TIMESTAMP."""
+    """Return the arrival times of a workload file, or of a table with arrival_s or TIMESTAMP."""
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         return (request.arrival_s for request in WorkloadFile(path))
     if "TIMESTAMP" in column_names(path):
@@ -85,7 +85,7 @@ def _timestamp(value: str) -> datetime:
 def _in_order(
     path: Path, rows: Iterator[tuple[int, tuple[Any, ...]]]
 ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Rows begin with their time."""
+    """Yield rows, which begin with their time; WorkloadError if times are out of order or there are none."""
     last_s: float | None = None
     for line, row in rows:
         if last_s is not None and row[0] < last_s:

@@ -1,4 +1,4 @@
-"""A workload: requests in order of arrival, and what is known of their adapters."""
+"""A workload: requests in order of arrival, and a header about their adapters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadHeader:
-    """What holds for all requests; adapter i has rank `ranks[i]`.
+    """Facts about all requests; adapter i has rank `ranks[i]`.
 
-    `duration_s`: how long requests were offered, which is longer than the time of the last one. `recipe`:
-    what the workload was made of, for people.
+    `duration_s` is how long requests are offered, at least the time of the last one. `recipe` holds the
+    options the workload was made with, for people.
     """
 
     ranks: tuple[int, ...]
@@ -52,9 +52,9 @@ class WorkloadHeader:
 
 @runtime_checkable
 class Workload(Protocol):
-    """Requests that can be gone through any number of times, each time the same, and never all at once.
+    """Requests that can be iterated any number of times, with equal results, without holding all in memory.
 
-    `header` is None for a file without one: its adapter indices are taken modulo those in use.
+    `header` is None for a file without one: its adapter indices are taken modulo the number in use.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Random numbers, one stream for each purpose: other lengths leave arrivals as they are."""
+"""Random numbers, one stream per purpose, so that a change of lengths leaves arrivals unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """The numbers are part of what a seed means; new ones go to the end."""
+    """Purpose of a stream. Its number is part of what a seed means; new ones go to the end."""
 
     RANKS = 0
     RATES = 1
@@ -20,5 +20,5 @@ class Purpose(IntEnum):
 
 
 def stream(seed: int, purpose: Purpose) -> np.random.Generator:
-    """Always from its beginning: whoever goes through a workload twice finds the same."""
+    """Return a stream at its beginning, so that every iteration over a workload draws the same."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(int(purpose),))))

@@ -1,4 +1,4 @@
-"""What is in a workload, counted in one pass and without keeping it."""
+"""Summarizes a workload in one pass, without storing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BINS: Final = 4096
 
 
 class TimeBins:
-    """Requests by time. Bins are a second wide, and twice as wide whenever there would be too many."""
+    """Requests by time. Bins are a second wide; their width doubles whenever there would be too many."""
 
     def __init__(self) -> None:
         self.width_s = 1.0
@@ -31,7 +31,7 @@ class TimeBins:
 
 @dataclass(kw_only=True, slots=True)
 class WorkloadCounts:
-    """Counts that a summary and a picture are made of. Gaps are those between one arrival and the next."""
+    """Counts for summaries and plots. Gaps are those between consecutive arrivals."""
 
     header: WorkloadHeader | None
     prompts: Counter[int] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ def count_workload(workload: Workload) -> WorkloadCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthSummary:
-    """In tokens; percentiles are lengths that occur."""
+    """Statistics of lengths in tokens; percentiles are lengths that occur."""
 
     mean: float
     p50: int
@@ -77,8 +77,11 @@ class LengthSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSummary:
-    """`gap_cv`: 1 for Poisson, more is bursty; None where there are too few requests to tell. `num_adapters`:
-    None where the file does not say. Shares are of requests."""
+    """Statistics of a workload; shares are of requests.
+
+    `gap_cv`: 1 for Poisson, more is bursty; None if there are too few requests. `num_adapters`: None if the
+    file does not say.
+    """
 
     num_requests: int
     duration_s: float
@@ -99,7 +102,8 @@ class WorkloadSummary:
 
 
 def summarize(counts: WorkloadCounts) -> WorkloadSummary:
-    """The busiest tenth is one of all adapters where they are known, and else of those used."""
+    """Return the summary. The busiest tenth is of all adapters if their number is known, else of those
+    used."""
     header, number = counts.header, counts.num_requests
     assert number > 0, "a workload without requests is refused when it is read"
     duration_s = counts.last_s

@@ -1,4 +1,4 @@
-"""CSV files with a header line, read column by column and strictly; .gz or not."""
+"""Reads CSV files with a header line, strictly; .gz or not."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from loraplex.workload.text_files import read_lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """`parse` raises ValueError with what the value must be."""
+    """A column to read; `parse` raises ValueError that says what the value must be."""
 
     name: str
     parse: Callable[[str], Any]
 
 
 def column_names(path: Path) -> tuple[str, ...]:
-    """The first line of the file, cut at its commas."""
+    """Return the column names in the first line of the file."""
     for _, row in _rows(path):
         return tuple(name.strip().removeprefix("\ufeff") for name in row)
     raise WorkloadError(f"{path}: the file is empty")
 
 
 def read_table(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """(line number, values of these columns) of every row; other columns are passed over."""
+    """Yield (line number, values of these columns) of every row; other columns are ignored."""
     names = column_names(path)
     check_columns(path, names, [column.name for column in columns])
     places = [(column, names.index(column.name)) for column in columns]
@@ -62,7 +62,7 @@ def text(value: str) -> str:
 def whole(least: int) -> Callable[[str], int]:
     def parse(value: str) -> int:
         try:
-            # A table may have been through a program that writes 12.0 for 12.
+            # Some programs write 12.0 for 12.
             number = int(value) if value.strip().lstrip("+-").isdigit() else _whole_float(value)
         except (ValueError, OverflowError):
             number = least - 1
@@ -74,7 +74,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(*, least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """A finite number, at least or `above` the least one."""
+    """Return a parser of finite numbers that are at least, or `above`, `least`."""
 
     def parse(value: str) -> float:
         try:
@@ -103,7 +103,7 @@ def _parsed(column: Column, value: str) -> Any:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Of lines with something in them. A value is within one line, so lines can be counted."""
+    """Yield (line number, values) of nonblank lines. Values do not span lines, so lines can be counted."""
     for number, line in read_lines(path):
         if line.strip():
             try:

@@ -1,4 +1,4 @@
-"""Text files line by line, compressed or not; what cannot be read is a WorkloadError that names the file."""
+"""Text files line by line, compressed or not; a file that cannot be read is a WorkloadError that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line without its end), from 1. Compression is told by the contents, not by the name."""
+    """Yield (number, line without its end), from 1. Compression is detected from the contents, not the
+    name."""
     number = 0
     try:
         with _open(path) as file:
@@ -42,11 +43,11 @@ def _open(path: Path) -> TextIO:
 
 @contextmanager
 def write_text(path: Path) -> Iterator[TextIO]:
-    """A file that takes its place when all is written: whoever looks meanwhile finds the old one, or none.
+    """Write a file that is put in place when complete: until then, readers find the old file or none.
 
-    A name that ends in .gz is compressed, without the time of day, so that equal texts are equal files.
+    A file whose name ends in .gz is compressed, without a timestamp, so that equal texts give equal files.
     """
-    path = path.resolve()  # the file that a link stands for is written, not the link
+    path = path.resolve()  # write the file that a link points to, not the link
     unfinished = path.with_name(f".{path.name}.new")
     if path.exists() and not path.is_file():
         raise WorkloadError(f"{path}: not a plain file")
@@ -61,5 +62,5 @@ def write_text(path: Path) -> Iterator[TextIO]:
     except OSError as error:
         raise WorkloadError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
-        with suppress(OSError):  # it has moved to its place, or could not even be made
+        with suppress(OSError):  # it was put in place, or could not be created
             unfinished.unlink()

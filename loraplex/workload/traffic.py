@@ -1,4 +1,4 @@
-"""Who arrives when: batches of times and adapters, in order."""
+"""Traffic: batches of arrival times with adapters, in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Batch = tuple[FloatArray, IntArray]
 
 class Traffic(Protocol):
     def batches(self, seed: int) -> Iterator[Batch]:
-        """(times, adapters) from 0 on, without end or until there are no more; the same for the same seed."""
+        """Yield (times, adapters) from 0 on, endless or not; the same for the same seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedTraffic:
-    """One stream of arrivals, each for an adapter drawn by popularity. A popularity that moves is at its end
-    after `duration_s`."""
+    """One stream of arrivals, each for an adapter drawn by popularity. A popularity that shifts reaches its
+    end after `duration_s`."""
 
     arrivals: Arrivals
     popularity: Popularity
@@ -46,7 +46,7 @@ def progress_at(times_s: FloatArray, duration_s: float | None) -> FloatArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerAdapterTraffic:
-    """Adapters with arrivals of their own, independent of each other."""
+    """Independent arrivals for each adapter."""
 
     rates: Rates
 
@@ -57,9 +57,10 @@ class PerAdapterTraffic:
 
 
 def _window_batches(rng: np.random.Generator, window: RateWindow) -> Iterator[Batch]:
-    """All adapters side by side, in steps short enough for a batch.
+    """Yield the arrivals of all adapters in time steps short enough for a batch.
 
-    `left` counts down to the next arrival of each in gaps of mean 1, so that a rate of 0 never gets there.
+    `left` is the distance to each adapter's next arrival in units of its mean gap, so a rate of 0 never gets
+    there.
     """
     rates = window.rates_per_s
     if not rates.any():
