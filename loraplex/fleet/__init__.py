@@ -1,1 +1,1 @@
-"""The deciding code of many replicas: loads, routing, placement, migration."""
+"""Pure decisions about many replicas: loads, routing, placement, migration."""

@@ -13,13 +13,13 @@ from loraplex.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdapterTable:
-    """The ranks and sizes of a fleet's adapters 0 to A-1. Adapters are added at the end, so that a number
-    stays."""
+    """The ranks and sizes of a fleet's adapters 0 to A-1. Adapters are appended, so an adapter keeps its
+    number."""
 
     ranks: IntArray
-    """The largest rank of any module of the adapter."""
+    """The largest rank of any module of each adapter."""
     num_bytes: IntArray
-    """The bytes of one copy in memory, on the host or on a device."""
+    """Bytes of one copy of each adapter in memory, on the host or on a device."""
 
     def __post_init__(self) -> None:
         if self.ranks.shape != self.num_bytes.shape or self.ranks.ndim != 1:
@@ -36,11 +36,11 @@ class AdapterTable:
 
     @classmethod
     def of(cls, *, ranks: Sequence[int], num_bytes: Sequence[int]) -> AdapterTable:
-        """Return the table of these columns."""
+        """Return a table with these columns."""
         return cls(ranks=np.array(ranks, dtype=np.int64), num_bytes=np.array(num_bytes, dtype=np.int64))
 
     def at(self, adapters: IntArray) -> AdapterTable:
-        """Return the table of these adapters alone, which are numbered by their places in it."""
+        """Return the table of these adapters alone, renumbered by their positions in it."""
         return AdapterTable(ranks=self.ranks[adapters], num_bytes=self.num_bytes[adapters])
 
     def followed_by(self, added: AdapterTable) -> AdapterTable:

@@ -1,7 +1,7 @@
 """The fleet's controller: it keeps the view up to date, routes requests, and places adapters every period.
 
-Backends (a simulation, processes, servers elsewhere) report what happens and carry out what is decided. The
-controller has no clock of its own: every call says what time it is.
+Backends (a simulation, processes, servers elsewhere) report what happens and carry out the decisions. The
+controller has no clock: every call passes the time.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from loraplex.perf.line import Line
 
 
 class Planner(Protocol):
-    """Decides where adapters live, again and again."""
+    """Decides periodically where adapters are placed."""
 
     period_s: float
 
     def count(self, adapter: int, num_tokens: int) -> None:
-        """Record that a request brought so many tokens to an adapter."""
+        """Record that a request for an adapter had this many tokens."""
         ...
 
     def place(self, previous: Plan | None, *, since_s: float, now_s: float) -> Plan | None:
-        """Return the plan for the period that begins now; None for every adapter everywhere. `since_s`: when
-        the period began whose tokens were counted; now if it is the first plan."""
+        """Return the plan for the period that begins now; None for every adapter everywhere. `since_s`: start
+        of the period whose tokens were counted; now for the first plan."""
         ...
 
 
 class Decisions(NamedTuple):
-    """The decisions that a backend carries out: copies of adapters that are let go, requests that move."""
+    """The decisions that a backend carries out: copies of adapters that are dropped, requests that move."""
 
     drops: list[Drop]
     moves: list[Move]
 
 
 class Controller:
-    """Turns reports of a fleet into decisions: where requests go, where adapters live, what moves.
+    """Turns reports of a fleet into decisions: where requests go, where adapters are placed, what moves.
 
     `pool`: the directory of the adapters in host memory; None if replicas read them from disk.
     """
@@ -66,10 +66,10 @@ class Controller:
         migrator: Migrator | None = None,
         now_s: float | None = None,
     ) -> None:
-        """`planner`: None to serve every adapter everywhere. `shares_adapters`: replicas fetch adapters from
-        each other's host memory, of which each has `host_bytes` for adapters (None: any number). `migrator`:
-        None to leave requests where they are. `now_s`: when the fleet begins to serve; None if `begin` is
-        called later, by a backend that does not know its first moment yet.
+        """`planner`: None to serve every adapter everywhere. `shares_adapters`: replicas copy adapters from
+        each other's host memory, of which each has `host_bytes` for adapters (None: no limit). `migrator`:
+        None to leave requests where they are. `now_s`: time when the fleet begins to serve; None if `begin`
+        is called later, by a backend that does not know that time yet.
 
         Raises UserError for a first plan that does not fit the fleet.
         """
@@ -80,22 +80,22 @@ class Controller:
         self._planner = planner
         self._migrator = migrator
         self._factor = MigrationFactor()
-        # What things took when migration was last decided.
+        # Costs when migration was last decided.
         self._prefill = Line(latency_s=0.0, unit_s=0.0)
         self._output_token_s = 0.0
         self._down: set[int] = set()
         self.shares_adapters: Final = shares_adapters
         self._host_bytes = host_bytes
         self.pool: AdapterPool | None = None
-        # The period whose tokens the planner counts: when it began, and when the next plan is due.
+        # The period whose tokens the planner counts: its start, and when the next plan is due.
         self._since_s: float | None = None
         self._place_s = math.inf
-        self._has_counts = False  # the planner has counted what the next plan is to be made of
+        self._has_counts = False  # the planner has counted tokens since the last plan
         if now_s is not None:
             self.begin(now_s)
 
     def begin(self, now_s: float) -> None:
-        """Make the first plan, with adapters where it has them, and begin the first period.
+        """Make the first plan, put adapters where it places them, and begin the first period.
 
         Raises UserError for a plan that does not fit the fleet.
         """
@@ -124,8 +124,8 @@ class Controller:
         prompt_tokens: int,
         output_tokens: int | None = None,
     ) -> int:
-        """Return the replica that serves a request, which counts as its load from now on. `output_tokens`:
-        the length of its answer, if it is known.
+        """Return the replica that serves a request, to whose load it belongs from now on. `output_tokens`:
+        the length of its answer, if known.
 
         Raises UserError for an adapter that the fleet does not have, and CapacityError while no replica
         accepts requests.
@@ -144,9 +144,9 @@ class Controller:
         return replica
 
     def would_choose(self, request: RoutedRequest) -> int:
-        """Return the replica that a request would be sent to now, and change nothing. Raises CapacityError
-        while no replica accepts requests."""
-        # A copy of the router decides, as it remembers its decisions; what it only looks at is not copied.
+        """Return the replica that a request would be sent to now, without changing anything. Raises
+        CapacityError while no replica accepts requests."""
+        # A copy of the router decides, because routers keep state; what they only read is not copied.
         known = {id(each): each for each in (self.view.costs, self.view.plan)}
         return copy.deepcopy(self._router, known).choose(request, self.view)
 
@@ -168,19 +168,19 @@ class Controller:
         self._factor.record_execution(output_tokens * self._output_token_s)
 
     def drain(self, replica: int) -> None:
-        """Send a replica no more requests. It finishes those it has, and others may still fetch adapters from
+        """Send a replica no more requests. It finishes those it has, and others may still copy adapters from
         its host memory."""
         self._accept(replica, accepts=False)
 
     def down(self, replica: int) -> None:
-        """Send a replica no more requests, and fetch adapters from it only if no other replica has them. The
-        backend reports the end of the requests that it had. Its copies stay in the directory, as it is
-        expected back."""
+        """Send a replica no more requests, and copy adapters from it only if no other replica has them. The
+        backend reports the end of its requests. Its copies stay in the directory, as it is expected to come
+        back."""
         self._accept(replica, accepts=False)
         self._down.add(replica)
 
     def up(self, replica: int) -> None:
-        """Send a replica requests again, which was down or drained."""
+        """Send requests again to a replica that was down or drained."""
         self._accept(replica, accepts=True)
         self._down.discard(replica)
 
@@ -189,9 +189,9 @@ class Controller:
         self.view.load.accepts[replica] = accepts
 
     def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> Fetch:
-        """Decide where a replica fetches an adapter from, which it does not hold: from the holder that can
-        send soonest (`free_at_s`), and from one that is down only if all are. The copies that are let go for
-        it are no holders any more."""
+        """Decide from where a replica copies an adapter that it does not hold: from the holder that can send
+        soonest (`free_at_s`), and from one that is down only if all are. Copies that are dropped to make room
+        leave the directory."""
         assert self.pool is not None, "adapters are not shared"
         fetch = self.pool.fetch(
             replica,
@@ -206,13 +206,13 @@ class Controller:
         return replica in self.view.load.in_flight(adapter)
 
     def fetched(self, replica: int, adapter: int) -> list[Drop]:
-        """Record that a replica has a complete copy of an adapter; return the copies that are let go."""
+        """Record that a replica has a complete copy of an adapter; return the copies that are dropped."""
         assert self.pool is not None, "adapters are not shared"
         return self._let_go(self.pool.fetched(replica, adapter))
 
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> None:
-        """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
-        `num_output` tokens from all replicas that it was on."""
+        """Record that a move was carried out: a request continues elsewhere, with `num_output` output tokens
+        so far from all replicas that it was on."""
         load = self.view.load
         load_s = self._load_s(load.request(request_id), replica)
         request = load.moved(request_id, replica, num_output)
@@ -221,8 +221,8 @@ class Controller:
         self._factor.record_migration(self._prefill.seconds(request.prompt_tokens) + load_s)
 
     def _load_s(self, request: RoutedRequest, replica: int) -> float:
-        """Return the seconds of the load that a request causes on a replica. Where requests of its adapter
-        are already, it is loaded for them."""
+        """Return the seconds of the load that a request causes on a replica; zero if the replica has requests
+        for the adapter, which is loaded for them anyway."""
         load, adapter = self.view.load, request.adapter
         if adapter is None or replica in load.in_flight(adapter):
             return 0.0
@@ -230,33 +230,32 @@ class Controller:
 
     @property
     def next_tick_s(self) -> float:
-        """Return the time at which `tick` has something to decide."""
+        """The next time in seconds at which `tick` has something to decide."""
         return self._place_s if self._migrator is None else min(self._place_s, self._migrator.due_s)
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether no tick has anything to decide until a request comes: there is none, and those that
-        were there are part of the last plan."""
+        """Return whether no tick has anything to decide until a request arrives: there are no requests, and
+        earlier ones are accounted for in the last plan."""
         return self.view.load.is_empty and not self._has_counts
 
     def idle_until(self, now_s: float) -> None:
-        """Let the time pass in which the fleet was idle: all periods begin anew now. The plan and what it was
-        made from stay as they were, as nobody has asked for anything else."""
+        """Skip the time in which the fleet was idle: all periods begin again now. The plan and its inputs
+        stay, as there were no requests since."""
         assert self.is_idle
         self._begin_periods(now_s)
 
     def may_migrate(self, now_s: float) -> bool:
-        """Tell whether `tick` will look at single requests, which must be up to date for that."""
+        """Return whether `tick` will look at single requests, which must be up to date for that."""
         return self._migrator is not None and self._migrator.due_s <= now_s
 
     def tick(self, now_s: float, num_output: Callable[[Hashable], int | None]) -> Decisions:
-        """Place adapters again and let requests migrate, each if its period has ended.
+        """Place adapters again and migrate requests, each if its period has ended.
 
-        A tick that comes late places once, by what was asked for in all the time since the last plan, and the
-        next period begins now.
+        A late tick places once, by the demand since the last plan, and the next period begins now.
 
-        `num_output`: the tokens that a request was answered with so far, on all replicas that it was on; None
-        if it has ended. Raises UserError for a plan that does not fit the fleet.
+        `num_output`: returns the output tokens of a request so far, on all replicas that it was on; None if
+        it has ended. Raises UserError for a plan that does not fit the fleet.
         """
         drops: list[Drop] = []
         if self._planner is not None and self._since_s is not None and self._place_s <= now_s:

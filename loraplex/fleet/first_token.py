@@ -1,7 +1,7 @@
-"""When a request would have its first token on a replica.
+"""Predict when a request would get its first token on a replica.
 
-It waits for what the replica has to do before: prompts that wait are read in steps that also decode, a place
-in the batch or room in KV memory may have to come free, and the adapter may have to be loaded.
+It waits for the work before it: waiting prompts are prefilled in steps that also decode, a place in the batch
+or KV memory may have to become free, and the adapter may have to be loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loraplex.fleet.view import FleetView
 from loraplex.perf.set_costs import RequestSets
 
 _PREFILL_SHARE: Final = 0.25
-"""The share of a step that prompts have however much is decoded, as in `scheduling.work`."""
+"""Share of a step reserved for prompts however much is decoded, as in `scheduling.work`."""
 
 
 def forecast(
@@ -25,8 +25,8 @@ def forecast(
 ) -> Forecast:
     """Predict the first token of a request that is sent to this replica now, before it counts as its load.
 
-    `admitted`: of which those that no replica was sent yet count as shared evenly by all that accept
-    requests. `step_tokens`: the most that a step reads and decodes.
+    `admitted`: admitted requests, of which those not sent to a replica yet are taken to be shared evenly by
+    all replicas that accept requests. `step_tokens`: most tokens that a step prefills and decodes.
     """
     load, costs, here = view.load, view.costs, np.array([replica])
     unsent, num_accepting = _unsent(view, admitted), max(int(load.accepts.sum()), 1)
@@ -38,12 +38,12 @@ def forecast(
     queue = _row(waiting, 1)
     max_running = load.max_running[here]
     batch_s = costs.decode_s(before.at_most(max_running))
-    # Those before it decode while it waits: all that run, and on the mean half of those that wait as well.
+    # Earlier requests decode while it waits: all running ones, and on average half of the waiting ones.
     decoding = _less(before, _row(waiting, 0), 0.5).at_most(max_running)
     budget = np.maximum(step_tokens - decoding.num_requests, step_tokens * _PREFILL_SHARE)
     num_steps = np.ceil(queue.prompt_tokens / budget)
     read_s = costs.prefill_s(queue) + num_steps * costs.decode_s(decoding)
-    # Places and KV memory come free as answers end, evenly over the time that an answer takes.
+    # Places and KV memory become free as answers end, evenly over the duration of an answer.
     too_many = np.maximum(after.num_requests - max_running, 0) / max_running
     too_large = np.maximum(after.kv_tokens / load.kv_capacity[here] - 1, 0)
     room_s = load.answers.mean_tokens * batch_s * np.maximum(too_many, too_large)
@@ -54,7 +54,7 @@ def forecast(
 
 
 def _unsent(view: FleetView, admitted: Admitted) -> Admitted:
-    """Return those that were let in and that no replica has."""
+    """Return the admitted requests that no replica has yet."""
     waiting = view.load.waiting
     return Admitted(
         max(admitted.num_requests - int(waiting.num_requests.sum()), 0),
@@ -63,7 +63,7 @@ def _unsent(view: FleetView, admitted: Admitted) -> Admitted:
 
 
 def _with_more(sets: RequestSets, more: Admitted, num_replicas: int, mean_tokens: float) -> RequestSets:
-    """Return sets with a replica's share of these requests; nobody knows their adapters."""
+    """Return sets with a replica's share of these requests, whose adapters are unknown."""
     num_requests, prompt_tokens = more.num_requests / num_replicas, more.prompt_tokens / num_replicas
     return sets._replace(
         num_requests=sets.num_requests + num_requests,

@@ -1,8 +1,8 @@
-"""The controller of a fleet that serves: adapters and replicas come and go while requests are routed.
+"""The controller of a live fleet: adapters and replicas come and go while requests are routed.
 
-Its plan, the tokens that it has counted and its periods stay over all of that. `decide` takes the place of
-`tick`: it says which replicas serve, so that adapters of one that is gone get a place elsewhere at once, and
-one that joins gets its share. A plan takes effect as `plan_change` has it.
+Its plan, token counts and periods persist through these changes. `decide` replaces `tick`: it is told which
+replicas serve, so that the adapters of a lost replica are placed elsewhere at once, and a replica that joins
+gets its share. A plan takes effect as described in `plan_change`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loraplex.perf.line import Line
 
 
 class LiveDecisions(NamedTuple):
-    """The decisions that a backend carries out: adapters that replicas bring in, requests that move."""
+    """The decisions that a backend carries out: adapters that replicas load, requests that move."""
 
     stages: list[Stage]
     moves: list[Move]
@@ -35,8 +35,8 @@ class LiveDecisions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """All that a controller remembers beside its view. `target`: the plan that was decided last, which the
-    view's becomes."""
+    """Everything that a controller remembers in addition to its view. `target`: the latest plan, which the
+    view's plan turns into."""
 
     since_s: float
     place_s: float
@@ -82,7 +82,7 @@ class LiveController(Controller):
     # ---- adapters and replicas that come and go
 
     def add_adapters(self, added: AdapterTable) -> None:
-        """Serve more adapters, which have the next numbers. Until they are placed every replica may."""
+        """Add adapters, which get the next numbers. Until they are placed, every replica may serve them."""
         self._adapters = self._adapters.followed_by(added)
         self._ranks += added.ranks.tolist()
         self._is_complete = False
@@ -94,7 +94,7 @@ class LiveController(Controller):
             self.view.plan = Plan.of_entries([*self.view.plan.entries(), *[anywhere] * len(added)])
 
     def remove_adapter(self, adapter: int) -> None:
-        """Place an adapter nowhere any more. Requests for it that are there go on."""
+        """Remove an adapter from all placements. Requests in flight for it continue."""
         self._change.forget(adapter)
         if self._replanner is not None:
             self._replanner.remove_adapter(adapter)
@@ -106,22 +106,22 @@ class LiveController(Controller):
             self._replanner.restore_adapter(adapter)
 
     def join(self, replica: int, limits: ReplicaLimits) -> None:
-        """Have one replica more, or another one in the place of a replica that has left."""
+        """Add a replica, or put a new one in place of one that has left."""
         self.view.load = self.view.load.with_replica(replica, limits)
         self._serving -= {replica}
 
     # ---- decisions
 
     def send(self, request_id: Hashable, adapter: int | None, prompt_tokens: int, replica: int) -> None:
-        """Count a request as the load of a replica that it moves to. `prompt_tokens`: with its answer so far.
-        Its tokens were counted when it came."""
+        """Count a request as the load of a replica that it moves to. `prompt_tokens` includes its output so
+        far. The planner counted its tokens when it arrived."""
         request = RoutedRequest(adapter, 0 if adapter is None else self._ranks[adapter], prompt_tokens)
         load_s = self._load_s(request, replica)
         self.view.load.sent(request_id, request, replica)
         self._factor.record_migration(self._prefill.seconds(prompt_tokens) + load_s)
 
     def has_to_decide(self, now_s: float, serving: Set[int]) -> bool:
-        """Tell whether `decide` has anything to do now."""
+        """Return whether `decide` has anything to do now."""
         if self.next_tick_s <= now_s:
             return True
         return self._replanner is not None and not (self._is_complete and self._serving == serving)
@@ -129,11 +129,11 @@ class LiveController(Controller):
     def decide(
         self, now_s: float, num_output: Callable[[Hashable], int | None], serving: Iterable[int]
     ) -> LiveDecisions:
-        """Place adapters if the period is over, if replicas joined, or where an adapter has no replica that
-        serves; let requests migrate if it is time. `serving`: the replicas that take requests now.
-        `num_output`: see `tick`.
+        """Place adapters if the period is over, if replicas joined, or if an adapter has no serving replica;
+        migrate requests if it is time. `serving`: the replicas that take requests now. `num_output`: see
+        `tick`.
 
-        While no replica serves nothing is decided. Raises UserError for a plan that does not fit the fleet.
+        While no replica serves, nothing is decided. Raises UserError for a plan that does not fit the fleet.
         """
         now_serving = frozenset(serving)
         if not now_serving:
@@ -162,20 +162,20 @@ class LiveController(Controller):
             plan = planner.mended(before)
         plan.check(len(self._ranks), self.view.load.num_replicas)
         self._serving, self._is_complete, self.target = serving, True, plan
-        if self.view.plan is None:  # the first one, before which nobody held anything
+        if self.view.plan is None:  # the first plan: no replica holds an adapter before it
             self.view.plan = plan
             return []
         self.view.plan, stages = self._change.begin(self.view.plan, plan, serving)
         return stages
 
     def staged(self, replica: int, adapter: int, *, is_there: bool) -> None:
-        """Record that a replica has brought in an adapter, or that it could not."""
+        """Record that a replica has loaded an adapter, or could not."""
         if self.view.plan is not None:
             stage = Stage(replica, adapter)
             self.view.plan = self._change.staged(self.view.plan, stage, is_there=is_there)
 
     def wants(self, replica: int, adapter: int) -> bool:
-        """Tell whether a replica is to have an adapter by the plan that is in effect or comes into it."""
+        """Return whether a replica should have an adapter, by the present plan or the one taking effect."""
         pending, plan = self._change.pending.get(adapter), self.view.plan
         if pending is not None and replica in pending.waiting:
             return True
@@ -185,10 +185,10 @@ class LiveController(Controller):
         tiers = self.view.tiers
         return replica in tiers.on_host(adapter) or replica in tiers.on_device(adapter)
 
-    # ---- what it remembers
+    # ---- saved state
 
     def state(self) -> ControllerState:
-        """Return what a controller of the same adapters, replicas and view goes on with."""
+        """Return the state that a controller with the same adapters, replicas and view can continue from."""
         assert self._since_s is not None
         migrator = self._migrator
         return ControllerState(
@@ -208,7 +208,7 @@ class LiveController(Controller):
         )
 
     def restore(self, state: ControllerState) -> None:
-        """Go on where another controller was."""
+        """Continue from another controller's state."""
         self._since_s, self._place_s, self._has_counts = state.since_s, state.place_s, state.has_counts
         self._serving = state.serving
         self.view.plan, self.target = state.plan, state.target

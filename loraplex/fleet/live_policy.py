@@ -1,4 +1,4 @@
-"""Policies for fleets that serve: which of them there can be, and the controller of one."""
+"""Policies for live fleets: which are possible, and the controller for one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.view import FleetView
 
 _STAY_S: Final = 30.0
-"""A request that has migrated stays where it is for so long: each move costs its client a pause."""
+"""Seconds that a request stays on a replica after it migrated: each move costs its client a pause."""
 
 
 def check_live_policy(policy: Policy, *, shares_memory: bool) -> None:
-    """Raise UserError for a policy that no fleet can serve by, with one that it can. `shares_memory`:
-    adapters and KV cache share the memory of a device, whose size is known."""
+    """Raise UserError for a policy that a live fleet cannot use; the message names one that it can.
+    `shares_memory`: adapters and KV cache share the memory of a device, whose size is known."""
     if policy.knows_future:
         raise UserError(
             f"{ORACLE} is told what will come, which only a simulation can; serve with --routing {AUTO}"
@@ -49,10 +49,10 @@ def check_live_policy(policy: Policy, *, shares_memory: bool) -> None:
 def live_controller(
     policy: Policy, view: FleetView, *, period_s: float, pads: bool, device_bytes: int | None, now_s: float
 ) -> LiveController:
-    """Return the controller of a fleet that has no adapters yet. `pads`: kernels compute with the largest
-    rank for all. `device_bytes`: for adapters and KV cache, if they share any.
+    """Return the controller of a fleet that has no adapters yet. `pads`: kernels compute every adapter with
+    the largest rank. `device_bytes`: memory shared by adapters and KV cache; None if they share none.
 
-    Host memory has no limit here: a replica reads from disk what it does not hold.
+    Host memory is unlimited here: a replica reads what it does not hold from disk.
     """
     named = PLACEMENTS[policy.placement]
     migrator = Migrator(period_s=min(period_s, MIGRATION_PERIOD_S), stay_s=_STAY_S)
@@ -81,7 +81,7 @@ def _planner(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ByPresentCosts:
-    """A placement by what the adapters there are cost: ranks come and go with them."""
+    """A placement by the costs of the present adapters: their ranks come and go with them."""
 
     named: NamedPlacement
     view: FleetView

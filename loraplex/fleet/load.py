@@ -1,8 +1,8 @@
-"""The load of every replica, as seen from in front of the fleet.
+"""The load of every replica, as seen by the front of the fleet.
 
-`FleetLoad` is updated when a request is sent, has its first token and ends, each time in constant time; it
-counts a request from the moment it is sent. Routers read columns with one value per replica: none of them
-walks over requests, and looking changes nothing.
+`FleetLoad` is updated in constant time when a request is sent, has its first token and ends; a request counts
+from the moment it is sent. Routers read columns with one value per replica: none of them iterates over
+requests, and reading changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_REPLICAS: Final[Mapping[int, int]] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaLimits:
-    """The limits of one replica: requests in a step, KV tokens, adapters at a time (None: any number)."""
+    """The limits of one replica: requests in a step, KV tokens, adapters at a time (None: no limit)."""
 
     max_running: int
     kv_tokens: int
@@ -49,8 +49,8 @@ class ReplicaLoad:
 
 
 class _Open(NamedTuple):
-    """A request that was sent and has not ended. `counted`: the request as its replica reads it, for which
-    what it was answered with elsewhere is part of the prompt. `kv_tokens`: what it was counted with."""
+    """A request that was sent and has not ended. `counted`: the request as its replica sees it, with output
+    from other replicas as part of the prompt. `kv_tokens`: the KV tokens it was counted with."""
 
     request: RoutedRequest
     counted: RoutedRequest
@@ -68,17 +68,17 @@ def _with_output(request: RoutedRequest, num_output: int) -> RoutedRequest:
 class _RequestColumns:
     """Counts, sums and maxima over a set of requests per replica.
 
-    Whole numbers are kept as floats as well: costs are computed from all columns for every request, and
-    converting them would take a tenth of a router's time. Single values are changed through views of the
-    columns as plain memory, which takes half as long as through arrays.
+    Integers are kept as floats too: costs are computed from all columns for every request, and converting
+    them would take a tenth of a router's time. Single values are changed through memoryviews of the columns,
+    which takes half as long as through arrays.
     """
 
     def __init__(self, table: FloatArray) -> None:
-        """`table`: where the columns are kept, all zero; in the order of `RequestSets`."""
+        """`table`: the memory for the columns, all zero; in the order of `RequestSets`."""
         columns: list[memoryview[float]] = [memoryview(column).cast("B").cast("d") for column in table]
         self.num_requests, self.sum_ranks, self.max_rank = columns[:3]
         self.prompt_tokens, self.kv_tokens, self.num_adapters = columns[3:]
-        # By adapter and replica: an adapter in flight is at few replicas.
+        # By adapter and replica: an adapter in flight is on few replicas.
         self.by_adapter: dict[int, dict[int, int]] = {}
         self._by_rank: list[dict[int, int]] = [{} for _ in range(table.shape[1])]
 
@@ -103,7 +103,7 @@ class _RequestColumns:
         adapter, rank, prompt_tokens, _ = request
         self.num_requests[replica] -= 1
         self.prompt_tokens[replica] -= prompt_tokens
-        # An empty replica holds exactly nothing, whatever was rounded on the way.
+        # An empty replica must have exactly zero, in spite of rounding.
         self.kv_tokens[replica] = self.kv_tokens[replica] - kv_tokens if self.num_requests[replica] else 0.0
         if adapter is None:
             return
@@ -120,8 +120,8 @@ class _RequestColumns:
 
 
 class _WithOneMore:
-    """An answer of `FleetLoad.with_one_more`. `rows`: by column, then for everything and for what waits, then
-    as it is and with one more. `max_rank`, `num_adapters`: the parts of it where adding is not all."""
+    """The result of `FleetLoad.with_one_more`. `rows`: by column, then for all and for waiting requests, then
+    without and with one more. `max_rank`, `num_adapters`: the parts of it that are not plain sums."""
 
     def __init__(self, rows: FloatArray) -> None:
         self.rows = rows
@@ -140,11 +140,11 @@ def _count_down(counts: dict[int, int], key: int) -> None:
 
 
 class FleetLoad:
-    """The requests that each replica was sent and has not finished.
+    """The requests that were sent to each replica and have not ended.
 
     `everything` and `waiting` are columns over replicas, kept up to date: all requests, and those without a
-    first token. A request counts with its prompt and an answer of the mean length as KV tokens, wherever the
-    answer began. `accepts`: False for a replica that is down or drains, which the controller is told.
+    first token. A request's KV tokens are its prompt and an answer of the mean length, wherever the answer
+    began. `accepts`: False for a replica that is down or drained, set by the controller.
     """
 
     def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
@@ -158,7 +158,7 @@ class FleetLoad:
         )
         self.accepts = np.ones(num_replicas, np.bool_)
         slots = [each.max_adapters for each in limits if each.max_adapters is not None]
-        # The least of all replicas; None if any of them takes any number.
+        # The smallest limit of all replicas; None if any replica has none.
         self.num_slots: Final = min(slots) if len(slots) == num_replicas else None
         self.answers: Final = AnswerLength() if answers is None else answers
         # One table of all columns, so that one operation changes all of them.
@@ -168,7 +168,7 @@ class FleetLoad:
         self._open: dict[Hashable, _Open] = {}
         self.everything: Final = RequestSets(*self._table[:, 0])
         self.waiting: Final = RequestSets(*self._table[:, 1])
-        # What `with_one_more` computes with and in: arrays of this size take longer to make than to fill.
+        # Buffers of `with_one_more`: arrays of this size take longer to allocate than to fill.
         self._before = self._table[:, :, np.newaxis]
         self._more: FloatArray = np.zeros((len(self._table), 1, 2, 1))
         self._one_more = self._more[:, 0, 1, 0]
@@ -180,11 +180,11 @@ class FleetLoad:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether no replica has a request."""
+        """Return whether no replica has a request."""
         return not self._open
 
     def sent(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
-        """Count a request that was sent to a replica just now."""
+        """Count a request that was just sent to a replica."""
         self._send(request_id, request, replica, num_output=0)
 
     def _send(self, request_id: Hashable, request: RoutedRequest, replica: int, num_output: int) -> None:
@@ -196,14 +196,15 @@ class FleetLoad:
         self._waiting.add(replica, counted, kv_tokens)
 
     def has_room(self, request: RoutedRequest) -> BoolArray:
-        """Tell of each replica whether its KV memory holds one more request beside all that it was sent."""
+        """Return for each replica whether its KV memory holds one more request in addition to all it was
+        sent."""
         most = self.kv_capacity - (request.prompt_tokens + self.output_left(request))
         has_room: BoolArray = self.everything.kv_tokens <= most
         return has_room
 
     def output_left(self, request: RoutedRequest, num_output: int = 0) -> float:
-        """Return how many tokens are expected to follow these of an answer: until it has its length, or the
-        mean length if nobody knows its own, and one at least while it has not ended."""
+        """Return how many more output tokens are expected of an answer: up to its length, or the mean length
+        if its own is unknown, and at least one."""
         expected = self.answers.mean_tokens if request.output_tokens is None else request.output_tokens
         return max(expected - num_output, 1.0)
 
@@ -215,8 +216,8 @@ class FleetLoad:
             self._waiting.remove(replica, counted, kv_tokens)
 
     def ended(self, request_id: Hashable, output_tokens: int | None = None) -> RoutedRequest:
-        """Forget a request, and return it. `output_tokens`: of a whole answer, from which the length of later
-        ones is estimated."""
+        """Remove a request, and return it. `output_tokens`: length of a complete answer, which updates the
+        estimate for later ones."""
         request, counted, replica, kv_tokens, is_running = self._open.pop(request_id)
         self._all.remove(replica, counted, kv_tokens)
         if not is_running:
@@ -226,43 +227,44 @@ class FleetLoad:
         return request
 
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> RoutedRequest:
-        """Count a request on another replica, which reads its prompt and its answer so far again; return it
-        with the answer as part of its prompt. `num_output`: tokens of the whole answer, on all replicas that
-        it was on."""
+        """Count a request on another replica, which prefills its prompt and output so far again; return it
+        with the output as part of its prompt. `num_output`: output tokens so far, on all replicas that it was
+        on."""
         request = self.ended(request_id)
         self._send(request_id, request, replica, num_output)
         return self._open[request_id].counted
 
     def request(self, request_id: Hashable) -> RoutedRequest:
-        """Return a request that has not ended, as it was sent at first."""
+        """Return a request that has not ended, as it was first sent."""
         return self._open[request_id].request
 
     def requests_on(self, replica: int) -> list[tuple[Hashable, RoutedRequest]]:
-        """All requests of a replica as they were sent at first, in the order in which they came to it. This
-        looks at every request."""
+        """Return all requests of a replica as they were first sent, in the order in which they came to it.
+        Iterates over every request of the fleet."""
         return [
             (request_id, each.request) for request_id, each in self._open.items() if each.replica == replica
         ]
 
     def running(self) -> Iterator[tuple[Hashable, RoutedRequest, int]]:
-        """Yield all requests that have a first token, as they were sent at first, and where they are. This
-        looks at every request."""
+        """Yield all requests that have a first token, as they were first sent, with their replicas. Iterates
+        over every request of the fleet."""
         for request_id, each in self._open.items():
             if each.is_running:
                 yield request_id, each.request, each.replica
 
     def in_flight(self, adapter: int) -> Mapping[int, int]:
-        """The number of this adapter's requests by replica, of those that have any."""
+        """Return the number of this adapter's requests by replica, for replicas that have any."""
         return self._all.by_adapter.get(adapter, _NO_REPLICAS)
 
     def waiting_on(self, adapter: int) -> Mapping[int, int]:
-        """The same of this adapter's requests that have no token yet."""
+        """Return the number of this adapter's requests without a token by replica, for replicas that have
+        any."""
         return self._waiting.by_adapter.get(adapter, _NO_REPLICAS)
 
     def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
-        """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
-        if the request were sent there. `replicas`: distinct and ascending. The answer for all replicas is
-        valid until the next one."""
+        """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as if the
+        request were sent there. `replicas`: distinct and ascending. A result for all replicas is valid only
+        until the next call."""
         adapter, rank, prompt_tokens, _ = request
         is_all = len(replicas) == self.num_replicas
         kv_tokens = prompt_tokens + self.output_left(request)
@@ -277,13 +279,13 @@ class FleetLoad:
             for column, columns in zip(answer.num_adapters, (self._all, self._waiting), strict=True):
                 has = columns.by_adapter.get(adapter, _NO_REPLICAS)
                 places = has if is_all else [n for n, each in enumerate(replicas) if each in has]
-                for place in places:  # few; it brings no other adapter to these
+                for place in places:  # few replicas, on which it adds no adapter
                     column[place] -= 1.0
         return answer.everything, answer.waiting
 
     def with_replica(self, replica: int, limits: ReplicaLimits) -> FleetLoad:
-        """Return the same load in a fleet with one replica more, or with another one in the place of a
-        replica that has left. The new one accepts requests."""
+        """Return the same load in a fleet with one more replica, or with a new one in place of one that has
+        left. The new one accepts requests."""
         assert replica <= self.num_replicas, "numbers have no gaps"
         grown = FleetLoad([*self.limits[:replica], limits, *self.limits[replica + 1 :]], self.answers)
         grown.accepts[: self.num_replicas] = self.accepts
@@ -292,7 +294,7 @@ class FleetLoad:
         return grown
 
     def _take_over(self, other: FleetLoad) -> None:
-        """Count all requests of another load as well."""
+        """Count all requests of another load too."""
         for request_id, each in other._open.items():
             self._open[request_id] = each
             self._all.add(each.replica, each.counted, each.kv_tokens)
@@ -313,13 +315,13 @@ class FleetLoad:
         )
 
     def check_integrity(self) -> None:
-        """Assert that the columns say what the open requests add up to."""
+        """Assert that the columns equal the sums over the open requests."""
         fresh = FleetLoad(self.limits)
         fresh._take_over(self)
         assert self._all.by_adapter == fresh._all.by_adapter
         assert self._waiting.by_adapter == fresh._waiting.by_adapter
         for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):
             for name, column, expected in zip(RequestSets._fields, kept, counted, strict=True):
-                # Sums of fractions depend on the order of what was added.
+                # Sums of floats depend on the order of addition.
                 same = np.allclose if name == "kv_tokens" else np.array_equal
                 assert same(column, expected), (name, column, expected)

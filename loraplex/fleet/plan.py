@@ -1,4 +1,4 @@
-"""The result of a placement: which replicas serve each adapter, with which share of its requests."""
+"""The result of a placement: the replicas that serve each adapter, and each one's share of its requests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Entry(NamedTuple):
 
     @classmethod
     def of_weights(cls, weights: Mapping[int, float]) -> Entry:
-        """Return the entry of weights by replica, one at least; its shares are in proportion to them. Raises
-        UserError if they have no sum to be shares of."""
+        """Return the entry for weights by replica, of which there is at least one; shares are in proportion
+        to them. Raises UserError if their sum is not positive and finite."""
         if len(weights) == 1:
             return cls(tuple(weights), (1.0,))
         placed = tuple(sorted(weights))
@@ -40,20 +40,20 @@ class Entry(NamedTuple):
         return cls(placed, tuple(weights[replica] / total for replica in placed))
 
     def limited_to(self, replicas: Set[int]) -> Entry | None:
-        """Return what is left of it on these replicas, each with its part of the shares of the others; None
-        if nothing is left."""
+        """Return the entry limited to these replicas, which also take the shares of the others in proportion;
+        None if no replica is left."""
         if replicas >= set(self.replicas):
             return self
         left = {each: share for each, share in zip(*self, strict=True) if each in replicas}
         return Entry.of_weights(left) if left else None
 
     def renumbered(self, numbers: Mapping[int, int] | Sequence[int]) -> Entry:
-        """Return the entry with `numbers[replica]` for each replica; they ascend as those before."""
+        """Return the entry with `numbers[replica]` for each replica; these must be ascending too."""
         return Entry(tuple([numbers[replica] for replica in self.replicas]), self.shares)
 
 
 class Copies(NamedTuple):
-    """All copies of a plan as columns, by adapter and then by replica."""
+    """All copies of a plan as columns, sorted by adapter and then by replica."""
 
     adapters: IntArray
     replicas: IntArray
@@ -62,12 +62,12 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which replicas serve each adapter, and which share of its requests each of them gets."""
+    """The replicas that serve each adapter, and the share of its requests that each of them gets."""
 
     replicas: tuple[tuple[int, ...], ...]
     """The replicas of each adapter: at least one, distinct and ascending."""
     shares: tuple[tuple[float, ...], ...]
-    """The shares of each adapter, beside `replicas`: each above zero, and one in sum."""
+    """The shares of each adapter, parallel to `replicas`: each above zero, with a sum of one."""
 
     @classmethod
     def with_equal_shares(cls, replicas: Sequence[Sequence[int]]) -> Plan:
@@ -83,12 +83,12 @@ class Plan:
 
     @classmethod
     def of_weights(cls, weights: Sequence[Mapping[int, float]]) -> Plan:
-        """Return the plan of weights by replica, for each adapter; its shares are in proportion to them."""
+        """Return the plan for weights by replica, for each adapter; shares are in proportion to them."""
         return cls.of_entries([Entry.of_weights(each) for each in weights])
 
     @classmethod
     def of_entries(cls, entries: Sequence[Entry]) -> Plan:
-        """Return the plan of the entries of all adapters."""
+        """Return the plan with these entries, one for each adapter."""
         return cls(
             replicas=tuple([each.replicas for each in entries]),
             shares=tuple([each.shares for each in entries]),
@@ -113,7 +113,7 @@ class Plan:
         self.check_known(num_adapters, num_replicas)
 
     def check_known(self, num_adapters: int, num_replicas: int) -> None:
-        """Check a plan that may be older than the last adapters; otherwise like `check`."""
+        """Check a plan that may lack the latest adapters; otherwise like `check`."""
         if len(self.replicas) > num_adapters:
             raise UserError(
                 f"the plan names adapter {len(self.replicas) - 1}, but the fleet has {num_adapters} "
@@ -170,7 +170,7 @@ class Plan:
             )
 
     def _check_shares(self, copies: Copies) -> None:
-        # Written so that a share that is not a number is refused as well.
+        # Written so that NaN is refused as well.
         wrong = np.flatnonzero(~(copies.shares > 0))
         if wrong.size:
             raise UserError(
@@ -193,7 +193,7 @@ class Plan:
         )
 
     def bytes_by_replica(self, table: AdapterTable, num_replicas: int) -> IntArray:
-        """Return how much memory the adapters of each replica take."""
+        """Return the bytes that the adapters of each replica take."""
         copies = self.copies()
         taken_bytes = np.zeros(num_replicas, dtype=np.int64)
         np.add.at(taken_bytes, copies.replicas, table.num_bytes[copies.adapters])

@@ -1,10 +1,10 @@
-"""From one plan to the next while a fleet serves: an adapter moves when its new replicas have it.
+"""Change from one plan to the next while a fleet serves: an adapter moves when its new replicas have it.
 
     the plan in effect ──decide──▶ replicas that lack an adapter are asked for it ──all have answered──▶ moved
-          ▲ requests go by it meanwhile                                       └─ none has it: stays ─┘
+          ▲ requests follow it meanwhile                                      └─ none has it: stays ─┘
 
-So an adapter's old replicas serve it until the new ones can. Where none of the old ones serves any more there
-is nothing to wait for: the new ones are in effect at once, and bring it in as they are asked for it.
+So an adapter's old replicas serve it until the new ones can. If none of the old ones serves any more, there
+is nothing to wait for: the new ones take effect at once, and load it when a request needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loraplex.fleet.plan import Entry, Plan
 
 
 class Stage(NamedTuple):
-    """A replica that is to have an adapter in its host memory."""
+    """A replica that should have an adapter in its host memory."""
 
     replica: int
     adapter: int
@@ -25,8 +25,8 @@ class Stage(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Pending:
-    """The entry that an adapter is to have. `waiting`: replicas that have not answered whether they have it;
-    `failed`: those that could not bring it in."""
+    """The new entry of an adapter, not in effect yet. `waiting`: replicas that have not reported whether they
+    have it; `failed`: those that could not load it."""
 
     entry: Entry
     waiting: set[int]
@@ -34,26 +34,25 @@ class Pending:
 
 
 class PlanChange:
-    """Brings plans into effect."""
+    """Puts plans into effect."""
 
     def __init__(self, has: Callable[[int, int], bool]) -> None:
-        """`has`: tells whether a replica has an adapter in its memory."""
+        """`has`: returns whether a replica has an adapter in its memory."""
         self._has = has
         self._pending: dict[int, Pending] = {}
 
     @property
     def pending(self) -> Mapping[int, Pending]:
-        """The adapters that wait for their new replicas."""
+        """The adapters that wait for their new replicas, with their new entries."""
         return self._pending
 
     def restore(self, pending: Mapping[int, Pending]) -> None:
-        """Go on where another change was."""
+        """Continue from another change's state."""
         self._pending = dict(pending)
 
     def begin(self, current: Plan, target: Plan, serving: Set[int]) -> tuple[Plan, list[Stage]]:
-        """Return the plan that is in effect now, on the way to `target`, and what has to be brought in for
-        the rest of it. Replicas that are asked already are not asked again. `serving`: replicas that take
-        requests."""
+        """Return the plan in effect now, on the way to `target`, and the loads that the rest of it needs.
+        Replicas that were asked already are not asked again. `serving`: replicas that take requests."""
         stages: list[Stage] = []
         entries = current.entries()
         before, self._pending = self._pending, {}
@@ -76,7 +75,7 @@ class PlanChange:
         return _unless_same(current, entries), stages
 
     def staged(self, current: Plan, stage: Stage, *, is_there: bool) -> Plan:
-        """Return the plan in effect after a replica has brought an adapter in, or could not."""
+        """Return the plan in effect after a replica has loaded an adapter, or could not."""
         pending = self._pending.get(stage.adapter)
         if pending is None or stage.replica not in pending.waiting:
             return current
@@ -94,11 +93,12 @@ class PlanChange:
         return Plan.of_entries(entries)
 
     def forget(self, adapter: int) -> None:
-        """Leave an adapter as it is, which is gone."""
+        """Drop the pending entry of an adapter that was removed."""
         self._pending.pop(adapter, None)
 
 
 def _unless_same(current: Plan, entries: list[Entry]) -> Plan:
-    """Return the plan of these entries; the very same one if it is that, so that nobody has to compare."""
+    """Return the plan with these entries; the same object if it is equal, so that callers need not
+    compare."""
     found = Plan.of_entries(entries)
     return current if found == current else found

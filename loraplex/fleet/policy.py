@@ -1,8 +1,8 @@
 """A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it.
 
-A routing alone places adapters everywhere, but for `auto`, which has a placement of its own. `oracle` is
-`auto` in a simulation, told the lengths of answers and the demand of the next period: what knowing them
-gains, and no bound on what any policy can.
+A routing alone places adapters everywhere, except `auto`, which has its own placement. `oracle` is `auto` in
+a simulation that knows the lengths of answers and the demand of the next period: it shows what this knowledge
+gains, and is no bound on what any policy can reach.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ EVERYWHERE: Final = "everywhere"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementContext:
-    """The figures that some placements need. `operating_points`: tokens/s that one replica sustains, by
-    rank. `token_rates`: roughly the same (`token_rates`)."""
+    """The figures that some placements need. `operating_points`: tokens/s that one replica sustains, by rank.
+    `token_rates`: an estimate of these (module `token_rates`)."""
 
     operating_points: Mapping[int, float]
     token_rates: Mapping[int, float]
@@ -44,9 +44,9 @@ class PlacementContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedPlacement:
-    """`is_static`: made once. `needs_points`: asks for operating points. `needs_device_bytes`: asks for the
-    memory that adapters share with the KV cache. `slot_demand`: the demand that is expected where engines
-    have slots; elsewhere it is the trend of the last periods."""
+    """A placement policy. `is_static`: made once. `needs_points`: needs operating points.
+    `needs_device_bytes`: needs the size of the memory that adapters share with the KV cache. `slot_demand`:
+    the prediction of demand for engines with slots; for others it is the trend of the last periods."""
 
     make: Callable[[PlacementContext], Placement]
     is_static: bool = False
@@ -55,7 +55,8 @@ class NamedPlacement:
     slot_demand: Demand = extrapolated_demand
 
     def demand(self, num_slots: int | None) -> Demand:
-        """Return how demand is expected from the last periods. `num_slots`: None if engines have none."""
+        """Return the function that predicts demand from the last periods. `num_slots`: None if engines have
+        none."""
         return extrapolated_demand if num_slots is None else self.slot_demand
 
 
@@ -74,7 +75,7 @@ def _auto(context: PlacementContext) -> Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BySlots:
-    """`packed` where engines have slots for adapters, `shared` where they share memory."""
+    """A placement that is `packed` if engines have slots for adapters, and `shared` if they share memory."""
 
     packed: Placement
     shared: Placement
@@ -96,18 +97,18 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
         needs_device_bytes=True,
     ),
     "loraserve": NamedPlacement(make=_loraserve, needs_points=True),
-    # What a slot is worth shows over all periods; one more or less would move adapters about.
+    # The value of a slot shows only over all periods; following a shorter trend would keep moving adapters.
     AUTO: NamedPlacement(make=_auto, slot_demand=mean_demand),
 }
-"""None: every replica serves every adapter, and nothing has to be planned."""
+"""Placements by name. None: every replica serves every adapter, and nothing has to be planned."""
 ROUTINGS: Final = (*ROUTERS, ORACLE)
-"""All that may be asked for."""
+"""All routings that may be requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A routing and a placement. `migrates`: requests may move from overloaded replicas. `knows_future`: the
-    length of every answer is known, and what will be asked for in the next minute."""
+    """A routing and a placement. `migrates`: requests may move away from overloaded replicas. `knows_future`:
+    the length of every answer and the demand of the next period are known."""
 
     routing: str
     placement: str = EVERYWHERE
@@ -132,7 +133,7 @@ class Policy:
 
     @classmethod
     def of(cls, routing: str, placement: str | None = None, *, migrates: bool = False) -> Policy:
-        """`placement`: None for the one that goes with the routing."""
+        """Return the policy. `placement`: None for the routing's default."""
         knows_future = routing == ORACLE
         routing = AUTO if knows_future else routing
         default = AUTO if routing == AUTO else EVERYWHERE
@@ -145,7 +146,7 @@ class Policy:
 
     @classmethod
     def of_name(cls, name: str) -> Policy:
-        """Raises UserError for a name that is none."""
+        """Return the policy with this name. Raises UserError for an invalid name."""
         routing, *rest = name.split("+")
         migrates = rest[-1:] == [MIGRATE]
         placements = rest[:-1] if migrates else rest
@@ -161,7 +162,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """`auto` stands for all that we would choose."""
+        """The name of the policy; `auto` stands for our recommended routing and placement."""
         routing = ORACLE if self.knows_future else self.routing
         if self.routing == self.placement == AUTO and not self.migrates:
             return routing
@@ -173,5 +174,5 @@ def _is_near_migrate(name: str) -> bool:
 
 
 def _unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """Say that there is no such thing; a name in capitals is as near as in small letters."""
+    """Return the message for an unknown name; matching ignores case."""
     return unknown_name(kind, name.lower(), known).replace(repr(name.lower()), repr(name), 1)

@@ -1,4 +1,4 @@
-"""What routings and placements do, in a line each."""
+"""One-line descriptions of routings and placements."""
 
 from __future__ import annotations
 

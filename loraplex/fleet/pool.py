@@ -1,10 +1,9 @@
-"""Which replicas' host memory holds which adapter: the directory of the fleet's shared adapter pool.
+"""The directory of the fleet's shared adapter pool: which replicas' host memory holds which adapter.
 
-Every adapter has a complete copy somewhere at every moment. A replica that serves an adapter without having
-it fetches it from one that does, once, however many requests wait for it. A replica that the plan names no
-longer for an adapter lets its copy go, but only after a replica that the plan names has a complete one, and
-not while somebody is copying from it. A host that is full lets go of the copies that were used longest ago to
-make room for another one.
+Every adapter always has a complete copy somewhere. A replica that serves an adapter without having it copies
+it from one that does, once, however many requests wait for it. A replica that the plan no longer names for an
+adapter drops its copy, but only after a replica that the plan names has a complete one, and not while it is
+being copied from. A full host evicts the least recently used copies to make room for another one.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from loraplex.fleet.plan import Plan
 
 
 class Drop(NamedTuple):
-    """A decision: the replica lets its copy of the adapter go."""
+    """A decision: the replica drops its copy of the adapter."""
 
     replica: int
     adapter: int
 
 
 class Fetch(NamedTuple):
-    """A decision: the adapter is copied from this replica, after the copies that it needs the room of are let
-    go."""
+    """A decision: the adapter is copied from this replica, after other copies are dropped to make room."""
 
     source: int
     drops: list[Drop]
@@ -39,14 +37,14 @@ class Fetch(NamedTuple):
 class AdapterPool:
     """The directory of copies, and the decisions about them.
 
-    `num_bytes_held`: by replica, without what is being fetched. `most_bytes_held`: the most that the host of
-    one replica held at any time, with what was being fetched to it.
+    `num_bytes_held`: bytes by replica, without adapters being copied to it. `most_bytes_held`: the most bytes
+    that the host of one replica held at any time, including adapters being copied to it.
 
-    A copy is used when a request for it is sent to its replica and when it was copied from there. Copies that
-    are the last ones of their adapters, that the plan names, that are in use or being copied from are never
-    let go to make room. If there are no others, a fetch takes more memory than there is: requests wait for
-    it, and the next fetch makes room again. A copy also stays if the only other one would be a last copy
-    too many for its host: last copies never take more than there is, unless a plan has it so.
+    A copy is used when a request for it is sent to its replica and when it was copied from there. A copy is
+    never evicted to make room if it is the last one of its adapter, is named by the plan, is in use or is
+    being copied from. If there are no others, a fetch takes more memory than there is: requests wait for it,
+    and the next fetch makes room again. A copy also stays if the only other one would then be a last copy too
+    many for its host: last copies never take more than there is, unless a plan places them so.
     """
 
     def __init__(
@@ -56,20 +54,20 @@ class AdapterPool:
         plan: Plan | None = None,
         host_bytes: int | None = None,
     ) -> None:
-        """At first each adapter is where the plan has it; without a plan each has one home, in turn as far as
-        the hosts have room.
+        """Start with each adapter where the plan places it; without a plan each has one home, round robin as
+        far as the hosts have room.
 
-        `host_bytes`: of each replica's host memory, for adapters; None if there is no limit. Raises UserError
-        if there is no plan and the adapters do not fit.
+        `host_bytes`: bytes for adapters in each replica's host memory; None for no limit. Raises UserError if
+        there is no plan and the adapters do not fit.
         """
         self._bytes: list[int] = adapters.num_bytes.tolist()
         self._host_bytes = host_bytes
         self._plan = plan
         self._holders: list[set[int]] = [set() for _ in self._bytes]
-        # By replica: its copies that are not the last ones, the one first that was used longest ago.
+        # By replica: its copies that are not the last ones of their adapters, least recently used first.
         self._spares: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
-        self._fetches: dict[tuple[int, int], int] = {}  # (adapter, replica): where from
-        self._readers: Counter[tuple[int, int]] = Counter()  # (adapter, replica): fetches from there
+        self._fetches: dict[tuple[int, int], int] = {}  # (adapter, replica): source
+        self._readers: Counter[tuple[int, int]] = Counter()  # (adapter, replica): num fetches from there
         self.num_bytes_held = [0] * num_replicas
         self._num_bytes_coming = [0] * num_replicas
         self._num_last_bytes = [0] * num_replicas  # of last copies
@@ -80,7 +78,7 @@ class AdapterPool:
         self.most_bytes_held = max(self.num_bytes_held)
 
     def holders(self, adapter: int) -> frozenset[int]:
-        """The replicas with a complete copy."""
+        """Return the replicas with a complete copy."""
         return frozenset(self._holders[adapter])
 
     def has(self, replica: int, adapter: int) -> bool:
@@ -101,9 +99,9 @@ class AdapterPool:
         free_at_s: Callable[[int], float],
         in_use: Callable[[int, int], bool],
     ) -> Fetch:
-        """Begin a fetch of an adapter that the replica does not hold and is not fetching. It is copied from
-        the holder that can send soonest (`free_at_s`, infinite for one that cannot). `in_use`: tells whether
-        a replica has requests for an adapter."""
+        """Begin to fetch an adapter that the replica does not hold and is not fetching. It is copied from the
+        holder that can send soonest (`free_at_s`, infinite for one that cannot). `in_use`: returns whether a
+        replica has requests for an adapter."""
         assert not self.has(replica, adapter)
         assert not self.is_fetching(replica, adapter)
         source = min(sorted(self._holders[adapter]), key=free_at_s)
@@ -140,7 +138,7 @@ class AdapterPool:
         return self._num_last_bytes[other] + self._bytes[adapter] > host_bytes
 
     def fetched(self, replica: int, adapter: int) -> list[Drop]:
-        """Record that a fetch is complete; return the copies that are let go now."""
+        """Record that a fetch is complete; return the copies that are dropped now."""
         source = self._fetches.pop((adapter, replica))
         self._readers[adapter, source] -= 1
         if not self._readers[adapter, source]:
@@ -152,7 +150,7 @@ class AdapterPool:
         return self._let_go(adapter)
 
     def placed(self, plan: Plan | None) -> list[Drop]:
-        """Take over a new plan; return the copies that are let go now. Others follow after fetches."""
+        """Adopt a new plan; return the copies that are dropped now. Others follow after fetches."""
         previous, self._plan = self._plan, plan
         if plan is None or plan is previous:
             return []
@@ -202,7 +200,7 @@ class AdapterPool:
         return Drop(replica, adapter)
 
     def check_integrity(self) -> None:
-        """Assert that nothing is lost, and that the sums are right."""
+        """Assert that every adapter has a copy, and that the sums are right."""
         held, coming, last = ([0] * len(self.num_bytes_held) for _ in range(3))
         for adapter, replicas in enumerate(self._holders):
             assert replicas, f"adapter {adapter} has no complete copy"

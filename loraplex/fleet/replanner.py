@@ -1,7 +1,7 @@
-"""Places adapters again every period, by what was asked for in the last ones.
+"""Place adapters again every period, by the demand in the last ones.
 
-Adapters and replicas come and go: a placement is given those that are there, numbered without gaps, and what
-it decides is told in the fleet's own numbers, which stay.
+Adapters and replicas come and go: a placement gets those that are present, numbered without gaps, and its
+result is translated back to the fleet's own numbers, which never change.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from loraplex.fleet.plan import Entry, Plan
 
 PERIOD_S: Final = 60.0
 _NUM_PERIODS: Final = 5
-"""The number of periods that demand is expected from."""
+"""Number of periods that demand is predicted from."""
 
 
 class Counted(NamedTuple):
-    """What was asked for, by adapter: tokens in this period, and tokens/s in the last ones, oldest first."""
+    """The counted demand by adapter: tokens in this period, and tokens/s in the last ones, oldest first."""
 
     tokens: FloatArray
     rates: Sequence[FloatArray]
@@ -34,9 +34,9 @@ class Counted(NamedTuple):
 class Replanner:
     """Counts tokens by adapter, and asks a placement for a plan at the end of each period.
 
-    `demand`: what the placement expects from the periods that are over. `first_demand`: the tokens/s of each
-    adapter until a period is over; None if all are expected to be asked for alike. `known_demand`: tells the
-    tokens/s of each adapter in the period that begins then, if that is known.
+    `demand`: predicts demand from past periods. `first_demand`: tokens/s of each adapter until a period is
+    over; None if it is taken to be equal for all. `known_demand`: returns the tokens/s of each adapter in the
+    period that begins at a given time, if that is known.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Replanner:
         known_demand: Callable[[float], FloatArray] | None = None,
     ) -> None:
         """`period_s`: infinite for a placement that is made once and kept. All replicas serve until `serve`
-        says otherwise."""
+        is called."""
         assert period_s > 0
         self.period_s = period_s
         self._placement = placement
         self._adapters = adapters
         self._removed: set[int] = set()
-        self._returned: set[int] = set()  # since the last plan, in which they have no place that was meant
+        self._returned: set[int] = set()  # since the last plan, whose entries for them mean nothing
         self._num_replicas = num_replicas
         self._serving: tuple[int, ...] = tuple(range(num_replicas))
         self._host_bytes = host_bytes
@@ -74,10 +74,10 @@ class Replanner:
         self._tokens: FloatArray = np.zeros(len(adapters))
         self._rates: deque[FloatArray] = deque(maxlen=_NUM_PERIODS)
 
-    # ---- what there is
+    # ---- adapters and replicas
 
     def add_adapters(self, added: AdapterTable) -> None:
-        """Place these as well, which have the next numbers; nobody has asked for them yet."""
+        """Place these adapters as well, which get the next numbers; they have no demand yet."""
         self._adapters = self._adapters.followed_by(added)
         self._tokens = self._padded(self._tokens)
         self._first_demand = self._padded(self._first_demand, 1.0)
@@ -87,7 +87,7 @@ class Replanner:
         return np.pad(column, (0, len(self._adapters) - len(column)), constant_values=value)
 
     def remove_adapter(self, adapter: int) -> None:
-        """Give an adapter no place any more, until it comes back."""
+        """Remove an adapter from plans until it is restored."""
         self._removed.add(adapter)
 
     def restore_adapter(self, adapter: int) -> None:
@@ -96,7 +96,7 @@ class Replanner:
         self._returned.add(adapter)
 
     def serve(self, replicas: Iterable[int], num_replicas: int) -> None:
-        """Place adapters on these of the replicas from now on, of which there is one at least."""
+        """Place adapters on these replicas from now on; there must be at least one."""
         self._serving = tuple(sorted(replicas))
         self._num_replicas = num_replicas
         assert self._serving, "a plan needs a replica"
@@ -106,7 +106,7 @@ class Replanner:
         return Counted(self._tokens, list(self._rates))
 
     def restore(self, counted: Counted) -> None:
-        """Go on with what another planner counted."""
+        """Continue with another planner's counts."""
         self._tokens = counted.tokens
         self._rates = deque(counted.rates, _NUM_PERIODS)
 
@@ -116,19 +116,20 @@ class Replanner:
         self._tokens[adapter] += num_tokens
 
     def place(self, previous: Plan | None, *, since_s: float, now_s: float) -> Plan:
-        """Return the plan of the period that begins now. Tokens counted since the last call came from
-        `since_s` on, and are the latest history."""
+        """Return the plan for the period that begins now. Tokens counted since the last call belong to the
+        period from `since_s` on."""
         demand = self._demand(since_s, now_s, is_first=previous is None)
         return self._place(None if previous is None else self.mended(previous), demand)
 
     def place_again(self, previous: Plan) -> Plan:
-        """Return a plan for replicas that were not there when the period began, which goes on."""
+        """Return a plan that includes replicas that have joined during the present period, which
+        continues."""
         return self._place(self.mended(previous), self._expected())
 
     def mended(self, plan: Plan) -> Plan:
-        """Return the plan itself if it has a replica that serves for each adapter and names no other, else
-        one that does and moves nothing else. What a replica had goes to the others of the adapter; an adapter
-        without any gets the places of a fresh plan."""
+        """Return the plan itself if every adapter has a serving replica and it names no other, else a
+        repaired plan that moves nothing else. A lost replica's share goes to the adapter's other replicas; an
+        adapter without any gets the places of a fresh plan."""
         if self._is_whole and not self._returned and len(plan.replicas) == len(self._adapters):
             return plan
         serving = set(self._serving)
@@ -146,7 +147,7 @@ class Replanner:
         return plan if mended == plan else mended
 
     def _place(self, previous: Plan | None, demand: FloatArray) -> Plan:
-        """Ask the placement, with adapters and replicas numbered by their places among those there are."""
+        """Ask the placement, with adapters and replicas numbered by their positions among those present."""
         if self._is_whole:
             return self._placement.place(self._problem(self._adapters, demand, previous))
         numbers = self._numbers()
@@ -175,27 +176,27 @@ class Replanner:
 
     @property
     def _is_whole(self) -> bool:
-        """Tell whether all replicas serve and no adapter is gone, so that numbers have no gaps."""
+        """Return whether all replicas serve and no adapter is removed, so that numbers have no gaps."""
         return len(self._serving) == self._num_replicas and not self._removed
 
     def _numbers(self) -> IntArray:
-        """Return the adapters that are to have a place."""
+        """Return the adapters to be placed."""
         there = np.ones(len(self._adapters), np.bool_)
         there[list(self._removed)] = False
         return there.nonzero()[0]
 
     def _among_those_there(self, plan: Plan, numbers: IntArray) -> Plan:
-        """Return a mended plan with other numbers."""
+        """Return a repaired plan in the numbers of those present."""
         places = {replica: place for place, replica in enumerate(self._serving)}
         entries = plan.entries()
         return Plan.of_entries([entries[adapter].renumbered(places) for adapter in numbers.tolist()])
 
     def _anywhere(self) -> Entry:
-        """The entry of an adapter that is gone: a plan has one for each number."""
+        """Return the entry of an adapter that is removed: a plan needs one for each number."""
         return Entry(self._serving[:1], (1.0,))
 
     def _demand(self, since_s: float, now_s: float, *, is_first: bool) -> FloatArray:
-        """Return the tokens/s of each adapter that are expected in the period that begins now."""
+        """Return the expected tokens/s of each adapter in the period that begins now."""
         if self._known_demand is not None:
             return self._known_demand(now_s)
         if is_first:
@@ -207,7 +208,7 @@ class Replanner:
         return self._expected()
 
     def _expected(self) -> FloatArray:
-        """Return the tokens/s of each adapter by the periods that are over."""
+        """Return the expected tokens/s of each adapter from past periods."""
         if not self._rates:
             return self._first_demand
         return self._demand_from(np.stack(self._rates))

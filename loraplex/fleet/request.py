@@ -1,4 +1,4 @@
-"""A request as the fleet's deciding code sees it."""
+"""A request as the fleet's decisions see it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class RoutedRequest(NamedTuple):
     """A request to be sent to a replica. `adapter`: None for the base model, whose `rank` is 0.
-    `output_tokens`: of its answer; None as long as nobody knows."""
+    `output_tokens`: length of its answer; None while it is unknown."""
 
     adapter: int | None
     rank: int

@@ -17,7 +17,7 @@ from loraplex.perf.set_costs import SetCosts
 
 
 class AdapterMoves(Protocol):
-    """Seconds until a replica can compute with an adapter that it does not have."""
+    """The seconds until a replica can compute with an adapter that it does not have."""
 
     def from_host_s(self, adapter: int) -> float:
         """Return the seconds of a load from the replica's own host memory to its device."""
@@ -33,7 +33,7 @@ class FleetView:
     """The fleet as routers see it; only the fleet's controller changes it.
 
     `plan`: None while every replica may serve every adapter. `slo_s`: seconds per token that a request may
-    take, None if there is no SLO. `costs`: what sets of requests cost on one replica.
+    take; None if there is no SLO. `costs`: the costs of sets of requests on one replica.
     """
 
     load: FleetLoad
@@ -46,8 +46,8 @@ class FleetView:
     def candidates(self, request: RoutedRequest) -> IntArray:
         """Return the replicas that may serve a request, in ascending order.
 
-        These are the ones that its adapter is placed on. If none of them accepts requests now, it is any that
-        does: an adapter that moves is better than a request that fails.
+        These are the ones that its adapter is placed on. If none of them accepts requests now, they are all
+        that do: moving an adapter is better than failing a request. Raises CapacityError if none does.
         """
         accepts = self.load.accepts
         if self.plan is not None and request.adapter is not None:
@@ -58,14 +58,15 @@ class FleetView:
         return self.accepting()
 
     def accepting(self) -> IntArray:
-        """Return all replicas that accept requests now, in ascending order."""
+        """Return all replicas that accept requests now, in ascending order. Raises CapacityError if there are
+        none."""
         found: IntArray = self.load.accepts.nonzero()[0]
         if not len(found):
             raise CapacityError("no replica of the fleet accepts requests now; wait until one is ready again")
         return found
 
     def with_room(self, request: RoutedRequest, candidates: IntArray) -> IntArray:
-        """Return the candidates whose KV memory holds the request as well; all of them if none does, as one
+        """Return the candidates whose KV memory has room for the request; all of them if none has, since one
         of them has to queue it then."""
         found = candidates[self.load.has_room(request)[candidates]]
         return found if len(found) else candidates

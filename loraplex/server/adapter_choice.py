@@ -1,5 +1,5 @@
-"""Which adapter each name is given to when a server starts, of those that the API loaded before and those
-that are given now; see `adapter_startup` for the rules."""
+"""Decide which adapter each name gets when a server starts: one that the API loaded before, or one that is
+given now. See `adapter_startup` for the rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GivenAdapter:
 
 
 class RequestedBy(Enum):
-    """Where it comes from that an adapter is to be served."""
+    """The source of the request to serve an adapter."""
 
     API = auto()
     """A call to an earlier server, which the registry remembers."""
@@ -46,11 +46,12 @@ class RequestedBy(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A name to serve. `spec` is None where the files must be read (again), an error where they cannot be.
+    """A name to serve, and the adapter that may be served under it.
 
-    `repo` is what must be fetched first, `source` the repository and commit that `path` was fetched from.
-    `registered` is what the registry has under this name, which need not be this adapter. `is_kept`: it stays
-    that, as the API loaded it or other servers serve it.
+    `spec` is None if the files must be read (again), and an error if they cannot be read. `repo` is the
+    repository to fetch first; `source` is the repository and commit that `path` was fetched from.
+    `registered` is the registry's entry for this name, which may be a different adapter. `is_kept`: that
+    entry stays registered, because the API loaded it or other servers serve it.
     """
 
     name: str
@@ -64,12 +65,12 @@ class Candidate:
 
     @property
     def is_checked(self) -> bool:
-        """Tell whether it may only be read from folders that are open for loading."""
+        """Return whether it may be read only from folders that are open for loading."""
         return self.requested_by is RequestedBy.API and self.source is None
 
     @property
     def origin(self) -> Origin | None:
-        """How to register it; None if the registry is to keep another adapter."""
+        """The origin to register it with; None if the registry keeps another adapter."""
         entry = self.registered
         if entry is None or not self.is_kept:
             return Origin.FOLDER
@@ -82,11 +83,13 @@ class Candidate:
 
     @property
     def rollout(self) -> Rollout:
-        """The other versions of what is registered; none if that is not what is served."""
+        """The registered canary and previous versions; empty if the registered adapter is not the one
+        served."""
         return NO_OTHERS if self.registered is None or self.origin is None else self.registered.rollout
 
     def served_as(self, spec: AdapterSpec) -> ServedAdapter:
-        """The name with the version to serve. That which it stood for may be rolled back to."""
+        """Return the name with the version to serve. The version it stood for before becomes a rollback
+        target."""
         previous, entry = self.rollout.previous, self.registered
         if entry is not None and self.origin is not None:
             old = VersionRef(version=entry.spec.version, path=entry.spec.path, source=entry.source)
@@ -94,11 +97,11 @@ class Candidate:
         return ServedAdapter(name=self.name, spec=spec, source=self.source, previous=previous)
 
     def change_note(self, spec: AdapterSpec) -> str | None:
-        """Return what a user should know if `spec` is not what the name stood for before."""
+        """Return a note for the user if `spec` differs from what the name stood for before, else None."""
         if self.registered is None or self.registered.spec.version == spec.version:
             return None
         if self.origin is None:
-            return None  # said where it took the place of what the API loaded
+            return None  # `note_on_fallback` reports this case
         if self.registered.spec.path != spec.path:
             return f"adapter {self.name!r}: serving {spec.path} instead of {self.registered.spec.path}"
         return f"adapter {self.name!r}: its files have changed; serving the new version"
@@ -106,9 +109,9 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The adapters to serve, sorted by name, a note on each that is not, and notes on other things.
+    """The adapters to serve, sorted by name, with notes on adapters that are skipped and on other things.
 
-    `fallback` has those given now by name, to be served where the API's of that name cannot be.
+    `fallback` maps names to adapters given now, which are served if the API's adapter of that name cannot be.
     """
 
     first: list[Candidate]
@@ -125,9 +128,9 @@ def choose(
     *,
     is_shared: bool,
 ) -> Choice:
-    """Give each name to one adapter: the API's first, then one given by itself, then that of each folder.
+    """Assign each name one adapter: the API's first, then one given with `--adapter`, then one from a folder.
 
-    `is_shared`: other servers serve what is registered, so that all of it stays as the API's does.
+    `is_shared`: other servers serve what is registered, so every entry is kept as the API's entries are.
     """
     skipped: list[str] = []
     notes: list[str] = []
@@ -154,7 +157,7 @@ def choose(
             )
             raise_if_given(taken, error)
             skipped.append(f"skipped {taken.where}: {error}")
-    # What is given now may be read wherever it is, so it is no second choice to the same adapter.
+    # An adapter given now may be read from anywhere, so it replaces the remembered entry of the same adapter.
     same = [name for name, each in remembered.items() if _is_same(each, first_given.get(name))]
     for name in same:
         del remembered[name]
@@ -170,7 +173,7 @@ def _is_same(remembered: Candidate, given: Candidate | None) -> bool:
     assert entry is not None, "that is where it is remembered"
     if given is None:
         return False
-    is_branch = entry.origin is Origin.FOLDER and _is_of_repo(entry, given.repo)  # not the API's commit
+    is_branch = entry.origin is Origin.FOLDER and _is_of_repo(entry, given.repo)  # the API pins a commit
     return is_branch or given.where == remembered.where
 
 
@@ -181,8 +184,8 @@ def _is_of_repo(entry: RegistryEntry, repo: HubRepo | None) -> bool:
 def note_on_fallback(
     candidate: Candidate, api_error: LoraplexError | None, own_error: LoraplexError | None
 ) -> str:
-    """Return the note on a given adapter whose name one that is kept has. `api_error`: why that one is not
-    served, if it is not."""
+    """Return the note on a given adapter whose name belongs to a kept one. `api_error`: why the kept one is
+    not served; None if it is served."""
     name, entry = candidate.name, candidate.registered
     assert entry is not None, "what is kept is in the registry"
     api_where = entry.source or entry.spec.path
@@ -206,7 +209,7 @@ def note_on_fallback(
 
 
 def _remembered(service: AdapterService, entry: RegistryEntry) -> Candidate:
-    """An adapter of the API, with an error in place of its spec where it may not be served."""
+    """Return the candidate for a kept registry entry, with an error as its spec if it may not be served."""
     candidate = candidate_of(entry.name, entry.spec.path, RequestedBy.API, entry, is_kept=True)
     if entry.source is not None:
         return _remembered_of_hub(service, candidate, entry.source)
@@ -222,7 +225,8 @@ def _remembered(service: AdapterService, entry: RegistryEntry) -> Candidate:
 
 
 def _remembered_of_hub(service: AdapterService, candidate: Candidate, source: HubRepo) -> Candidate:
-    """The commit that was loaded then; it is fetched again only where the cache has lost it."""
+    """Return the candidate for the commit that was loaded then, fetched again only if the cache has lost
+    it."""
     candidate = replace(candidate, source=source)
     try:
         service.files.hub.allowed.check(source)
@@ -238,7 +242,7 @@ def _remembered_of_hub(service: AdapterService, candidate: Candidate, source: Hu
 def _given(given: GivenAdapter, entry: RegistryEntry | None, *, is_kept: bool) -> Candidate:
     if isinstance(given.source, Path):
         return candidate_of(given.name, given.source.resolve(), RequestedBy.OPTION, entry, is_kept=is_kept)
-    # Where it will be is known when it is here.
+    # The folder is known only after the download.
     unknown = Path(given.source.repo_id)
     return Candidate(
         name=given.name,
@@ -254,7 +258,8 @@ def _given(given: GivenAdapter, entry: RegistryEntry | None, *, is_kept: bool) -
 def candidate_of(
     name: str, path: Path, requested_by: RequestedBy, entry: RegistryEntry | None, *, is_kept: bool
 ) -> Candidate:
-    """Only the registered spec of the same folder, with files that have not changed, is as good as new."""
+    """Return a candidate. It reuses the registered spec only if that has the same folder and unchanged
+    files."""
     spec = (
         entry.spec if entry is not None and entry.spec.path == path and files_unchanged(entry.spec) else None
     )

@@ -1,4 +1,5 @@
-"""From what a request calls an adapter to its files, read and hashed: allowed folders, and the hub's."""
+"""Find the files of an adapter that a request names, in allowed folders or on the hub, and read and hash
+them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from loraplex.server.hub_adapters import HubAdapters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadAdapter:
-    """An adapter that was read. `source`: the repository and commit that its files were fetched from, if
-    any. `other_base`: the base model that it names, if that is another one."""
+    """An adapter that was read. `source`: the repository and commit that its files were fetched from, if any.
+    `other_base`: the base model it names, if that is not the one served."""
 
     spec: AdapterSpec
     source: HubRepo | None
@@ -35,7 +36,7 @@ class ReadAdapter:
 
 
 class AdapterFiles:
-    """The adapters that may be loaded for one base model. `known_as` has the names of that."""
+    """The adapters that may be loaded for one base model. `known_as` has the base model's names."""
 
     def __init__(
         self, *, shape: ModelShape, allowed: AllowedPaths, hub: HubAdapters, known_as: frozenset[str]
@@ -46,9 +47,10 @@ class AdapterFiles:
         self.known_as = known_as
 
     async def read(self, path: str) -> ReadAdapter:
-        """Read the adapter in a folder or of a repository, which is fetched whole before anything is read.
+        """Read the adapter in a folder or a repository. A repository is fetched completely before it is read.
 
-        Raises AdapterError if there is none or it cannot be served, PathNotAllowedError.
+        Raises AdapterError if there is no adapter or it cannot be served, PathNotAllowedError if the location
+        is not open.
         """
         located = self._locate(path)
         if isinstance(located, Path):
@@ -59,8 +61,8 @@ class AdapterFiles:
     async def read_again(self, ref: VersionRef) -> ReadAdapter:
         """Read a version whose files were read before.
 
-        AdapterFormatError if they are gone or hold another content now; PathNotAllowedError if where they are
-        was closed since.
+        Raises AdapterFormatError if the files are gone or their content has changed, PathNotAllowedError if
+        their location is no longer open.
         """
         try:
             found = await self._read_ref(ref)
@@ -85,14 +87,15 @@ class AdapterFiles:
         return await asyncio.to_thread(self._read, folder, ref.source)
 
     def _read(self, folder: Path, source: HubRepo | None) -> ReadAdapter:
-        # What the hub's client fetched lies in its cache, as symlinks to where it keeps the contents.
+        # The hub client's cache is outside the allowed folders and consists of symlinks to the contents.
         open_file = self.allowed.open if source is None else open_regular
         spec = read_adapter(folder, self.shape, open_file=open_file)
         other = other_base(folder, self.known_as, open_file)
         return ReadAdapter(spec=spec, source=source, other_base=other)
 
     def _locate(self, path: str) -> Path | HubRepo:
-        """The folder or repository that a request means, if it may be loaded; a folder that exists wins."""
+        """Return the folder or repository that a request means, if it may be loaded. An existing folder
+        wins."""
         repo = parse_hub_repo(path)
         if repo is None:
             folder = self._check_path(path)
@@ -126,6 +129,6 @@ def _is_missing(folder: Path) -> bool:
         os.stat(folder)
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):  # who reads it says why it cannot be
+    except (OSError, ValueError):  # the later read reports why
         return False
     return False

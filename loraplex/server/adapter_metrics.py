@@ -1,12 +1,12 @@
 """The part of the /metrics page that grows with the adapters in use.
 
-An adapter that nobody has asked for and whose weights are on disk has no series: thousands of adapters may be
-registered. Should thousands be asked for, those that were first have series of their own, and all others
-share one, so that a page has a bounded number of them. What a name is asked for is labelled by the name. What
-happens to weights is labelled by their version, which several names may share; `adapter_resident` has both.
+An adapter that was never requested and whose weights are only on disk has no series: thousands of adapters
+may be registered. If thousands are requested, the first `MAX_NAMED` have their own series and all others
+share one, so that the page has a bounded size. Request figures are labelled by name. Figures on weights are
+labelled by version, which several names may share; `adapter_resident` has both.
 
-Written by hand: a sample object of the Prometheus library costs many times what its line does. Names and
-versions of adapters need no escaping.
+The text is formatted by hand: a sample object of the Prometheus library costs many times as much as its line.
+Names and versions of adapters need no escaping.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from loraplex.server.metrics import ServerMetrics, Traffic
 from loraplex.server.served_adapter import ServedAdapter
 
 MAX_NAMED: Final = 256
-"""Adapters with series of their own, of which each has about twenty."""
+"""Number of adapters with their own series; each has about twenty."""
 OTHERS: Final = "(others)"
-"""Stands for all others; no adapter can be called so."""
+"""Label for all other adapters; no adapter can have this name."""
 
 
 def render_adapters(
@@ -31,8 +31,8 @@ def render_adapters(
     stats: EngineStats,
     holders: Callable[[str], Sequence[int]] | None = None,
 ) -> bytes:
-    """The series of served adapters that were asked for or are in memory. `holders`: the replicas of a fleet
-    that have a version in memory; None for a single engine."""
+    """Return the series of served adapters that were requested or are in memory. `holders`: the replicas of a
+    fleet that have a version in memory; None for a single engine."""
     named, folded = _share_out(adapters, metrics, stats)
     used = [
         (adapter.name, traffic)
@@ -126,8 +126,8 @@ def render_adapters(
 def _share_out(
     adapters: Sequence[ServedAdapter], metrics: ServerMetrics, stats: EngineStats
 ) -> tuple[list[ServedAdapter], list[ServedAdapter]]:
-    """Return the adapters with series of their own, and those that share one. Whoever has one keeps it: first
-    come those that were asked for, in the order of their first requests."""
+    """Return the adapters with their own series, and those that share one. Requested adapters come first, in
+    the order of their first requests, so an adapter keeps its series."""
     seen = {each.version for each in stats.adapters if each.tier != "disk" or each.loads}
     order = {name: number for number, name in enumerate(metrics.names)}
     shown = [

@@ -1,14 +1,14 @@
-"""Which adapter names are served, which version each stands for, and how that changes while requests run.
+"""The adapter names that are served, the version each stands for, and how that changes while requests run.
 
-    name ──▶ ServedAdapter ──▶ immutable version, by the share a second one ◀── Lease, held by each request
-                                                                                from lookup to last byte
+    name ──▶ ServedAdapter ──▶ immutable version, and perhaps a canary ◀── Lease, held by each request
+                                                                           from lookup to last byte
 
-A change of a name is one assignment, after the new version was staged and the registry has the change on
-disk. A version that lost its last name is retired: once its last lease is gone the engine forgets it.
+A name changes in one assignment, after the new version was staged and the registry has written the change to
+disk. A version that lost its last name is retired: the engine removes it after its last lease has ended.
 
-Other servers may change names in the same registry. What they change is served here in the same way, staged
-before it is in use, and every change that is asked for here begins with what they made of a name
-(`registry_follower`).
+Other servers may change names in the same registry. This server follows their changes in the same way: a
+version is staged before it is used. Every change requested here starts from the latest registered state of
+the name (`registry_follower`).
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from loraplex.server.version_use import Lease, VersionUse
 
 logger = logging.getLogger(__name__)
 
-# Comparing a misspelt name with all of ten thousand would take the event loop tenths of a second.
+# Comparing a misspelt name with ten thousand names would block the event loop for tenths of a second.
 _MAX_NAMES_COMPARED: Final = 1000
 STAGE_TIMEOUT_S: Final = 300.0
-"""How long a new version may wait for its turn among the requests there are, on every replica."""
+"""Seconds that a new version may wait to be scheduled among the other requests, on every replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToServe:
-    """An adapter that a server begins with. `canary`: what is on trial under its name; `origin`: how to
-    register it when it is served, None if the registry keeps another one."""
+    """An adapter that a server begins with. `canary`: the version on trial under its name. `origin`: the
+    origin to register it with once it is served; None if the registry keeps another adapter."""
 
     adapter: ServedAdapter
     canary: Canary | None
@@ -69,9 +69,9 @@ class ToServe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """An adapter that is not served since the server started, and why. `find`: returns what to serve by its
-    files as they are now, called on a thread; raises UserError if they cannot be read. `is_refused`: the
-    engine did not take it; else its files could not be read."""
+    """An adapter that could not be served at the start, and why. `find` reads its files again and returns
+    what to serve; it is called on a thread and raises UserError if they cannot be read. `is_refused`: the
+    engine refused it; otherwise its files could not be read."""
 
     find: Callable[[], ToServe]
     reason: str
@@ -79,13 +79,13 @@ class LeftOut:
 
 
 OnStaged = Callable[[str], None]
-"""Called with a version that is ready, before its name moves to it."""
+"""Called with a version that is ready, before its name is switched to it."""
 
 
 class AdapterService:
     """Lookup, load, reload and unload of adapters, for one base model. Used from one event loop.
 
-    `on_dropped` is called with a name that another server has unloaded, when it is free.
+    `on_dropped` is called with a name that another server has unloaded, once the name is free.
     """
 
     def __init__(
@@ -101,10 +101,11 @@ class AdapterService:
         alias: str | None = None,
         stages_new: bool = False,
     ) -> None:
-        """`known_as` has the comparable names of the base model, beside `base_model` its served one.
+        """`known_as` has the comparable names of the base model, in addition to `base_model`, its served
+        name.
 
-        Requests may also call it `alias`, which is not shown to anybody. `stages_new`: an adapter that is
-        loaded is staged before its name is served, as a new version of a name always is.
+        Requests may also call it `alias`, which is never listed. `stages_new`: an adapter loaded under a new
+        name is staged before the name is served, as a new version of a served name always is.
         """
         self.base_model = base_model
         self._alias = alias
@@ -118,8 +119,8 @@ class AdapterService:
         self.follower = RegistryFollower(self.registered, self.files, self)
         self.on_dropped: Callable[[str], None] = lambda name: None
         self.left_out: dict[str, LeftOut] = {}
-        """Names that are not served, as their adapters could not be read at the start, or the engine refused
-        them (`left_out`)."""
+        """Names that are not served because their adapters could not be read at the start, or the engine
+        refused them (see the module `left_out`)."""
         self._engine = engine
         self._stages_new = stages_new
         self._served: dict[str, ServedAdapter] = {}
@@ -132,25 +133,26 @@ class AdapterService:
         return self.registered.registry
 
     def served(self) -> list[ServedAdapter]:
-        """All adapters, by name."""
+        """Return all served adapters, sorted by name."""
         return [self._served[name] for name in sorted(self._served)]
 
     def get(self, name: str) -> ServedAdapter | None:
-        """The adapter of that name; None if it is not served."""
+        """Return the adapter of that name; None if it is not served."""
         return self._served.get(name)
 
     def version_of(self, name: str) -> str | None:
-        """The version that an adapter's name stands for now; None if it is not served."""
+        """Return the version that an adapter's name stands for now; None if it is not served."""
         adapter = self._served.get(name)
         return None if adapter is None else adapter.version
 
     def canary_of(self, name: str) -> str | None:
-        """The version that is on trial under an adapter's name; None if there is none."""
+        """Return the version on trial under an adapter's name; None if there is none."""
         adapter = self._served.get(name)
         return None if adapter is None or adapter.canary is None else adapter.canary.version
 
     def find(self, model: str) -> ServedAdapter | None:
-        """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
+        """Return the adapter that `model` means, by its own name or as `base:adapter`; None means the base
+        model."""
         if model in (self.base_model, self._alias):
             return None
         adapter = self._served.get(model)
@@ -162,7 +164,8 @@ class AdapterService:
         return adapter
 
     def lease(self, model: str, *, key: str) -> Lease:
-        """Hold what a request calls `model`. Where a canary is on trial, `key` decides who answers."""
+        """Lease the version for a request that names `model`. If the name has a canary, `key` decides which
+        of the two versions answers."""
         adapter = self.find(model)
         if adapter is None:
             return Lease(name=None, version=None, use=None)
@@ -179,12 +182,12 @@ class AdapterService:
         canary_share: float | None = None,
         on_staged: OnStaged = lambda version: None,
     ) -> ServedAdapter:
-        """Serve the adapter in a folder, or of a hub repository, under a name. It is in the registry when
-        this returns, and nothing of it is anywhere before all its files are here and were read.
+        """Serve the adapter in a folder, or of a hub repository, under a name.
 
-        With `replace` a name that is served moves to the new version at once, after this was staged, while
-        requests in flight finish on the old one. With `canary_share` it keeps its version, and the new one
-        answers that share of its requests. On any error everything is as it was.
+        It is registered when this returns; nothing is changed before all its files were fetched and read.
+        With `replace` a served name switches to the new version at once after staging, while requests in
+        flight finish on the old one. With `canary_share` the name keeps its version, and the new one answers
+        that share of its requests. On any error nothing is changed.
         """
         self.check_name(name)
         async with self.follower.change(name):
@@ -199,7 +202,7 @@ class AdapterService:
                 after = before.moved_to(found)
             else:
                 after = before.with_canary(found, canary_share)
-            # A trial leaves the name what it is, so it stays a folder's if it was one.
+            # A canary does not change what the name stands for, so the name keeps its origin.
             origin = Origin.API if canary_share is None else None
             await self._move(before, after, [found], on_staged, partial(self.registered.put, after, origin))
             if found.other_base is not None:
@@ -207,7 +210,7 @@ class AdapterService:
             return after
 
     async def promote(self, name: str, *, on_staged: OnStaged = lambda version: None) -> ServedAdapter:
-        """Let a name stand for its canary, which answers all requests from now on."""
+        """Make a name's canary its version, which answers all requests from now on."""
         async with self.follower.change(name):
             self._check_follows(name)
             before = self._find_served(name)
@@ -217,8 +220,8 @@ class AdapterService:
             return await self._move(before, after, [before.canary.adapter], on_staged, register)
 
     async def abort(self, name: str) -> ServedAdapter:
-        """End the trial of a name's canary; its requests in flight finish on it. Also of one that the engine
-        refuses here, and that is only registered."""
+        """End the trial of a name's canary; its requests in flight finish on it. This also covers a canary
+        that is only registered because the engine here refused it."""
         async with self.follower.change(name):
             before = self._find_served(name)
             after = before if self.registered.is_trial_missing(before) else before.aborted()
@@ -228,8 +231,8 @@ class AdapterService:
     async def roll_back(
         self, name: str, version: str | None = None, *, on_staged: OnStaged = lambda version: None
     ) -> ServedAdapter:
-        """Let a name stand for the version before the present one, or for the earlier one that is given by
-        the beginning of its hash. Its files are read again, and must be the same."""
+        """Make a name stand for its previous version, or for the earlier one whose hash starts with
+        `version`. Its files are read again and must be unchanged."""
         async with self.follower.change(name):
             self._check_follows(name)
             before = self._find_served(name)
@@ -241,10 +244,11 @@ class AdapterService:
     async def unload(
         self, name: str, *, drain_timeout_s: float, on_removed: Callable[[], None] = lambda: None
     ) -> bool:
-        """Stop serving a name, at once for new requests. A name that is only registered is forgotten.
+        """Stop serving a name, at once for new requests. A name that is only registered is removed there.
 
-        `on_removed` is called when the name is free, before its requests in flight ended. Returns whether
-        they ended in time; if not they still finish, and the engine forgets the version after them.
+        `on_removed` is called when the name is free, before its requests in flight have ended. Return whether
+        they ended within the timeout; if not, they still finish, and the engine removes the version after
+        them.
         """
         async with self.follower.change(name, catches_up=False):
             was_registered = await self.registered.remove(name)
@@ -256,8 +260,8 @@ class AdapterService:
         return adapter is None or await self._drain(adapter.versions, drain_timeout_s)
 
     def _check_follows(self, name: str) -> None:
-        """Raises AdapterConflictError if a change that builds on what is served here would undo one that
-        another server has made since."""
+        """Raise AdapterConflictError if a change based on what is served here would undo a later change by
+        another server."""
         if (why := self.registered.why_lagging(name)) is not None:
             raise AdapterConflictError(
                 f"another server has changed the adapter {name!r}, and this one could not follow: {why}; "
@@ -269,7 +273,7 @@ class AdapterService:
         await self._move(self.get(after.name), after, needed, lambda version: None, _registered_already)
 
     def drop(self, name: str) -> bool:
-        """Serve a name no longer that another server has unloaded (see `FollowedNames`)."""
+        """Stop serving a name that another server has unloaded (see `FollowedNames`)."""
         self.left_out.pop(name, None)
         adapter = self._served.pop(name, None)
         if adapter is None:
@@ -280,7 +284,7 @@ class AdapterService:
         return True
 
     async def adopt(self, adapter: ServedAdapter) -> None:
-        """Serve what needs no registering, at start-up. Raises what the engine raises."""
+        """Serve an adapter at start-up without registering it. Raises what the engine raises."""
         specs = [adapter.spec] if adapter.canary is None else [adapter.spec, adapter.canary.adapter.spec]
         for spec in specs:
             async with self._lock(spec.version):
@@ -288,7 +292,7 @@ class AdapterService:
         self._point(adapter)
 
     def check_name(self, name: str) -> None:
-        """InvalidRequestError unless an adapter may be called this."""
+        """Raise InvalidRequestError unless an adapter may have this name."""
         validate_adapter_name(name, param="lora_name")
         if name == self.base_model:
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
@@ -307,8 +311,8 @@ class AdapterService:
         on_staged: OnStaged,
         register: Callable[[], Awaitable[None]],
     ) -> ServedAdapter:
-        """Have a name as `after`, for which the engine needs what was found: known, staged if the name is
-        served already or new ones are, registered, and only then in use."""
+        """Switch a name to `after`, which needs the adapters in `found`: add them to the engine, stage them
+        if the name is served already or new names are staged, register the change, and only then serve it."""
         specs = [each.spec for each in found]
         async with AsyncExitStack() as stack:
             for version in sorted({spec.version for spec in specs}):
@@ -330,7 +334,7 @@ class AdapterService:
             return self._point(after)
 
     async def _stage(self, before: ServedAdapter | None, name: str, spec: AdapterSpec) -> None:
-        """Raises what is in the way of a version, with what is served instead in its words."""
+        """Stage a version. Raises what prevents it, with a message that says what is served instead."""
         instead = "is not served" if before is None else f"stays with version {before.version[:12]}"
         outcome = f"version {spec.version[:12]} could not be staged, so {name!r} {instead}"
         try:
@@ -348,7 +352,7 @@ class AdapterService:
             raise LoraplexError(f"{outcome}: {error}") from error
 
     def _point(self, after: ServedAdapter) -> ServedAdapter:
-        """Let a name stand for what it is from now on, and retire what it stood for."""
+        """Make a name stand for `after` from now on, and retire the versions that it no longer uses."""
         before = self._served.get(after.name)
         self._served[after.name] = after
         self.left_out.pop(after.name, None)
@@ -357,7 +361,7 @@ class AdapterService:
         return after
 
     async def _drain(self, versions: Iterable[str], timeout_s: float) -> bool:
-        """Retire versions that lost a name; returns whether they are done with in time."""
+        """Retire versions that lost a name; return whether all were removed within the timeout."""
         retirements = [task for version in versions if (task := self._retire_if_unused(version)) is not None]
         if not retirements:
             return True
@@ -373,7 +377,7 @@ class AdapterService:
         return task
 
     async def _retire(self, version: str) -> None:
-        """Let the engine forget a version after its last request, unless it gets a name again meanwhile."""
+        """Remove a version from the engine after its last request, unless it gets a name again meanwhile."""
         use = self._uses.setdefault(version, VersionUse())
         await use.wait_idle()
         async with self._lock(version):
@@ -389,7 +393,8 @@ class AdapterService:
         return any(version in adapter.versions for adapter in self._served.values())
 
     def _lock(self, version: str) -> asyncio.Lock:
-        """Adding and removing one version take turns; other versions are not held up."""
+        """Return the lock that serializes adding and removing this version; other versions are not
+        blocked."""
         return self._locks.setdefault(version, asyncio.Lock())
 
     def _unknown(self, model: str) -> UnknownModelError:
@@ -405,7 +410,7 @@ class AdapterService:
     def _check_load(
         self, name: str, before: ServedAdapter | None, *, replace: bool, canary_share: float | None
     ) -> None:
-        """Refuse what needs no look at the files."""
+        """Refuse a load that is wrong whatever the files hold."""
         if canary_share is not None:
             if not 0.0 < canary_share < 1.0:
                 raise InvalidRequestError(
@@ -447,7 +452,7 @@ async def _registered_already() -> None:
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
-    """Names that one may have meant, the nearest first."""
+    """Return the known names most similar to `name`, the nearest first."""
     if len(name) > MAX_NAME_CHARS:
         return []
     return difflib.get_close_matches(name, list(islice(known, _MAX_NAMES_COMPARED)), n=3)

@@ -1,17 +1,18 @@
-"""The adapters a server begins with: those loaded through the API before, and those it is started with.
+"""The adapters that a server begins with: those loaded through the API before, and those it is started with.
 
-A name that was loaded through the API stays what it was made, and is served while its folder or repository is
-one that adapters may be loaded from: what was closed since is closed to what was loaded before, too. Where it
-cannot be served, an adapter that is given now under the same name is served in its place, and the registry
-keeps what the API loaded. All other names are what the adapters and folders given now say, a branch of a
-repository by what it is now; the registry only saves reading them again, and forgets those that are given no
-more.
-While other servers run on the registry, all its names are theirs as well and are treated as those of the
-API: served from folders that are open here, kept where they cannot be, and not moved to another folder by
-what is given here. Given from the same folder, they are what its files are now, and the others follow.
-Nothing that is wrong with an adapter of a folder or of the API keeps the others from being served; a note
-says what was left out, which is tried again (`left_out`). One that is given by itself (`--adapter`) must be
-served, or the start fails; unless one that the API loaded has its name.
+A name that was loaded through the API keeps its adapter, and is served as long as its folder or repository is
+open for loading; closing a location also closes it to adapters loaded earlier. If it cannot be served, an
+adapter given now under the same name is served instead, and the registry keeps the API's entry. All other
+names come from the adapters and folders given now (a branch of a repository at its present commit); for these
+the registry only saves reading the files again, and entries that are no longer given are removed.
+
+While other servers use the registry, all its names are theirs too and are treated like the API's: served from
+folders that are open here, kept if they cannot be served, and not moved to another folder by what is given
+here. If they are given from the same folder, the files as they are now count, and the other servers follow.
+
+A broken adapter in a folder or from the API never keeps the others from being served: a note says what was
+left out, and it is tried again (`left_out`). An adapter given with `--adapter` must be served or the start
+fails, unless its name belongs to an adapter that the API loaded.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from loraplex.server.served_adapter import ServedAdapter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartReport:
-    """`notes` has one line for everything that was skipped or changed, or is worth a warning.
+    """The result of serving the first adapters.
 
-    `num_skipped` counts adapters only, not folders that hold none.
+    `notes` has one line for everything that was skipped or changed, or deserves a warning. `num_skipped`
+    counts adapters only, not folders without any.
     """
 
     num_served: int
@@ -47,7 +49,7 @@ class StartReport:
 
 
 _NUM_AT_ONCE: Final = 4
-"""Adapters that are given to the engine at a time: servers of a fleet are asked over the network."""
+"""Number of adapters added to the engine concurrently: in a fleet this is a network call."""
 
 _Served = tuple[Candidate, AdapterSpec]
 
@@ -55,13 +57,13 @@ _Served = tuple[Candidate, AdapterSpec]
 async def start_adapters(
     service: AdapterService, folders: Sequence[Path], given: Sequence[GivenAdapter] = ()
 ) -> StartReport:
-    """Serve what the API was told to, the adapters that are given, and what the folders have.
+    """Serve the adapters that the API loaded, those in `given`, and those in `folders`.
 
     Raises AdapterError if one of `given` cannot be served or a folder itself cannot be read, StorageError if
-    the registry cannot.
+    the registry cannot be read.
     """
     registry = service.registry
-    # States first: what changes between the two reads is looked at again by whoever follows changes.
+    # States are read first: the registry follower picks up whatever changes between the two reads.
     states = await asyncio.to_thread(registry.states)
     entries = {entry.name: entry for entry in await asyncio.to_thread(registry.all)}
     is_shared = bool(await asyncio.to_thread(lambda: registry.other_servers))
@@ -112,9 +114,9 @@ def _register(
     gone: Sequence[str],
     states: dict[str, NameState],
 ) -> list[str]:
-    """Bring the registry up to what is served, and `states` up to what it has then; returns notes.
+    """Write what is served to the registry, and update `states` to what the registry then has; return notes.
 
-    A name that another server changed meanwhile is left as it is in both, and followed later.
+    A name that another server changed meanwhile is left alone in both, and followed later.
     """
     to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
     for candidate, spec in served:
@@ -138,10 +140,10 @@ def _register(
 async def _serve(
     service: AdapterService, candidates: Sequence[Candidate]
 ) -> tuple[list[_Served], dict[str, LoraplexError], dict[str, LeftOut]]:
-    """Fetch and read what is missing, and serve it; returns what is served, why the others are not, and those
-    of these that may be served later: all but what is not open to this server.
+    """Fetch and read what is missing, and serve it. Return what is served, the errors of the others, and
+    those of the others that may be served later (all except what is not open to this server).
 
-    AdapterError if one that is given by itself is among those, at once if its files are the reason.
+    Raises AdapterError if one given with `--adapter` fails, at once if its files are the reason.
     """
     fetched = await asyncio.to_thread(fetch_missing, service, candidates)
     specs = await asyncio.to_thread(read_missing, service, fetched)
@@ -161,7 +163,7 @@ async def _serve(
         if not isinstance(spec, UserError)
     ]
     adapters = [candidate.served_as(spec) for candidate, spec in readable]
-    gate = asyncio.Semaphore(_NUM_AT_ONCE)  # in order: where memory ends, the last ones are refused
+    gate = asyncio.Semaphore(_NUM_AT_ONCE)  # FIFO: when memory runs out, the last are refused
 
     async def refusal(adapter: ServedAdapter) -> UserError | CapacityError | None:
         async with gate:
@@ -184,7 +186,7 @@ async def _serve(
 
 
 def _other_base_notes(service: AdapterService) -> list[str]:
-    """One note for each other base model that is named: adapters of one project tend to name the same."""
+    """Return one note for each other base model named: adapters of one project tend to name the same one."""
     by_base: dict[str, list[str]] = {}
     for adapter in service.served():
         if other := other_base(adapter.spec.path, service.files.known_as):

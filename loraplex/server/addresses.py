@@ -1,4 +1,4 @@
-"""Hosts, origins and peer addresses as they appear in HTTP, in one comparable form."""
+"""Parse hosts, origins and peer addresses of HTTP requests into one comparable form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AddressSyntaxError(UserError):
-    """A host or origin in an option that no request could match."""
+    """A host or origin in an option that can never match a request."""
 
 
 class Host(NamedTuple):
@@ -43,7 +43,7 @@ class Origin(NamedTuple):
         return f"{self.scheme}://{self.host}"
 
     def is_at(self, host: Host) -> bool:
-        """Whether a page of this origin comes from `host`, whatever the scheme between them."""
+        """Return whether a page of this origin comes from `host`, whatever the scheme."""
         default = _DEFAULT_PORTS.get(self.scheme, "")
         return (self.host.name, self.host.port or default) == (host.name, host.port or default)
 
@@ -71,14 +71,14 @@ def parse_origin(text: str) -> Origin | None:
 
 
 def canonical_name(name: str) -> str:
-    """A host name or bare address as `Host.name` has it."""
+    """Return a host name or bare address in the form of `Host.name`."""
     name = name.strip().lower().removesuffix(".")
     address = parse_ip(name)
     return name if address is None else str(address)
 
 
 def parse_ip(name: str) -> IpAddress | None:
-    """The address that a name spells, an IPv4 address inside an IPv6 one as itself; None if it is a name."""
+    """Parse an IP address, with an IPv4-mapped IPv6 address as IPv4; None if it is a host name."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -89,13 +89,14 @@ def parse_ip(name: str) -> IpAddress | None:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether it always means this machine: `localhost`, 127.0.0.0/8 or ::1."""
+    """Return whether the name always means this machine: `localhost`, 127.0.0.0/8 or ::1."""
     address = parse_ip(name)
     return name == "localhost" if address is None else address.is_loopback
 
 
 def parse_allowed_host(text: str) -> str:
-    """A value of --allowed-hosts: a name or address, `*.example.com`, or `*`. Raises AddressSyntaxError."""
+    """Parse a value of --allowed-hosts: a name or address, `*.example.com`, or `*`. Raises
+    AddressSyntaxError."""
     name = canonical_name(text.strip().removeprefix("[").removesuffix("]"))
     if name == ANY or parse_ip(name) is not None or _DNS_NAME.fullmatch(name.removeprefix("*.")):
         return name
@@ -106,7 +107,7 @@ def parse_allowed_host(text: str) -> str:
 
 
 def parse_allowed_origin(text: str) -> str:
-    """A value of --allowed-origins as browsers send it, or `*`. Raises AddressSyntaxError."""
+    """Parse a value of --allowed-origins into the form browsers send, or `*`. Raises AddressSyntaxError."""
     if text.strip() == ANY:
         return ANY
     origin = parse_origin(text.strip().removesuffix("/"))

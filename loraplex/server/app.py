@@ -1,4 +1,4 @@
-"""The HTTP application, put together from its parts; no sockets, processes or signals here."""
+"""The HTTP application, assembled from its parts; it has no sockets, processes or signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loraplex.server.web_guard import WebGuardMiddleware
 
 
 def create_app(deps: ServerDeps) -> FastAPI:
-    """An ASGI application that serves `deps`. It starts and stops nothing itself."""
+    """Return an ASGI application that serves `deps`. It starts and stops nothing itself."""
     app = FastAPI(title="loraplex", version=loraplex.__version__, redoc_url=None)
     app.include_router(generation_router(deps))
     app.include_router(model_router(deps))
@@ -33,11 +33,11 @@ def create_app(deps: ServerDeps) -> FastAPI:
         )
     install_error_handlers(app)
     install_openapi(app)
-    # The last one added is the first to see a request.
+    # The middleware added last sees a request first.
     if deps.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=deps.api_keys, admin_keys=deps.admin_keys)
     if deps.web.allowed_origins:
-        # Before keys are asked for: browsers send none with a preflight request.
+        # Outside the key check: browsers send no key with a preflight request.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=deps.web.allowed_origins,
@@ -47,7 +47,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
         )
     app.add_middleware(WebGuardMiddleware, access=deps.web)
     app.add_middleware(PacingMiddleware, pacer=deps.pacer)
-    # Around all of Starlette's own, so that the answer to a bug has its request's id as well. Middleware
-    # cannot be added after this.
+    # Outside Starlette's own middleware, so that responses to internal errors also have a request id. No
+    # middleware can be added after this.
     app.middleware_stack = RequestLogMiddleware(app.build_middleware_stack(), clock=deps.metrics.clock)
     return app

@@ -1,9 +1,8 @@
-"""The audit log: one line for each change of an adapter or of a fleet's replicas that a request asked for,
-done or not, and before that of an adapter one for the version that was staged, if one was.
+"""The audit log: one line for each requested change of an adapter or of a fleet's replicas, done or not.
 
-Whoever refuses such a request writes the line: the route, or what stands before it (see `refusal`).
-
-What a server loads by itself when it starts is not in it: the banner and the registry list that.
+If a change staged a version, one more line before it says so. A refused request is logged by the code that
+refuses it: the route, or a middleware before it (see `refusal`). Adapters that a server loads by itself at
+the start are not logged here: the banner and the registry list them.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ _MAX_REASON_CHARS: Final = 300
 
 @dataclass(kw_only=True, slots=True)
 class AdapterChange:
-    """A change of an adapter under way. Versions are those that the name stands for before and after it; of
-    a canary, which the name does not stand for, that which it leaves and that which comes on trial.
+    """A change of an adapter in progress. `old_version` and `new_version` are what the name stands for before
+    and after it; for a canary, which the name does not stand for, they are the canary that ends and the one
+    that begins.
 
-    `name` is None until the request's body was read. `on_staged` writes the line about a version that is
-    ready on all replicas.
+    `name` is None until the request's body was read. `on_staged` logs a version that is ready on all
+    replicas.
     """
 
     verb: str
@@ -59,8 +59,8 @@ class AdapterChange:
 
 @contextmanager
 def audited(scope: Scope, clock: Clock) -> Iterator[AdapterChange]:
-    """Log the change that a request asks for when the block ends: as done, as refused for a reason of the
-    client's, or as failed. The block fills in what it finds out about it."""
+    """Log the change that a request asks for when the block ends: as done, as refused because of the client,
+    or as failed. The block fills in the fields as it learns them."""
     started_s = clock.now_s()
     record, change = request_record(scope), AdapterChange(verb=_VERBS[scope["path"]])
 
@@ -79,7 +79,7 @@ def audited(scope: Scope, clock: Clock) -> Iterator[AdapterChange]:
 
 @contextmanager
 def audited_replicas(scope: Scope, clock: Clock, **asked: int | None) -> Iterator[None]:
-    """Log a change of a fleet's replicas when the block ends. `asked`: the fields of its body."""
+    """Log a change of a fleet's replicas when the block ends. `asked`: the fields of the request's body."""
     started_s, record = clock.now_s(), request_record(scope)
     error: BaseException | None = None
     try:
@@ -93,7 +93,7 @@ def audited_replicas(scope: Scope, clock: Clock, **asked: int | None) -> Iterato
 
 
 def audit_refusal(scope: Scope, error: Exception) -> None:
-    """Log a change that is refused before its route is reached; nothing for requests of any other kind."""
+    """Log a change that is refused before its route is reached; do nothing for other requests."""
     verb = _VERBS.get(scope["path"])
     if verb is not None and scope["method"] == "POST":
         _write(request_record(scope), AdapterChange(verb=verb), error, 0.0)

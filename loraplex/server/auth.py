@@ -1,8 +1,8 @@
-"""Keys: API keys for every route but those of /health, and admin keys for whatever changes adapters.
+"""Keys: API keys for every route except those of /health, and admin keys for requests that change adapters.
 
-Without an admin key, administrators are the clients on this machine. A reverse proxy on this machine makes
-everybody look like one, so a request that was forwarded does not count; proxies that leave no trace of
-forwarding need an admin key.
+Without an admin key, clients on this machine are administrators. Behind a reverse proxy on this machine every
+client looks local, so forwarded requests do not count as local; proxies that add no forwarding header need an
+admin key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Keys:
     """Keys to compare a request's `Authorization: Bearer KEY` with."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        # Digests of equal length: neither the length of a key nor how far a guess agrees shows in the time.
+        # Digests have equal length, so the comparison's time reveals neither a key's length nor a matching
+        # prefix.
         self._digests = [_digest(key.encode()) for key in keys]
 
     def __bool__(self) -> bool:
@@ -44,7 +45,7 @@ class Keys:
 
 
 class ApiKeyMiddleware:
-    """Asks for one of the keys. Plain ASGI, so that streams pass through untouched."""
+    """Middleware that requires one of the keys. It is plain ASGI, so that streams pass through untouched."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         self._app = app
@@ -64,7 +65,8 @@ class ApiKeyMiddleware:
 
 
 class Administrators:
-    """Who may change adapters and see file paths: holders of an admin key or, without any, this machine."""
+    """The clients that may change adapters and see file paths: holders of an admin key or, if there is no
+    key, clients on this machine."""
 
     def __init__(self, admin_keys: Sequence[str] = ()) -> None:
         self._keys = Keys(admin_keys)
@@ -95,7 +97,7 @@ class Administrators:
 
 
 def _is_local(scope: Scope) -> bool:
-    """Whether the peer is a process of this machine and speaks for itself."""
+    """Return whether the peer is a process on this machine and the request was not forwarded."""
     client = scope.get("client")
     if client is None or not is_loopback(client[0]):
         return False

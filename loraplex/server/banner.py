@@ -1,4 +1,4 @@
-"""What `serve` tells the person at the terminal."""
+"""Messages of `serve` to the person at the terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from loraplex.server.protocol_ipc import StartProgress
 
 _SHOWN_SHARE: Final = 0.05
-"""Of a start, to be named among its phases."""
+"""Share of the start's time above which a phase is named."""
 _MAX_NAMES_SHOWN: Final = 8
 _EXAMPLE_MAX_TOKENS: Final = 128
 
 
 class PhaseTimes:
-    """How long each phase of a start took."""
+    """The time that each phase of a start took."""
 
     def __init__(self, phase: str, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -33,13 +33,13 @@ class PhaseTimes:
         self._seconds: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """End the phase before this one, and begin this one or go on with it."""
+        """End the current phase, and begin or resume this one."""
         now_s = self._now_s()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now_s - self._begun_s
         self._phase, self._begun_s = phase, now_s
 
     def summary(self) -> str:
-        """Return the time until now, and the phases that took a good part of it."""
+        """Return the total time so far, and the phases that took a noticeable share of it."""
         self.begin(self._phase)
         whole_s = sum(self._seconds.values())
         long = [f"{phase} {s:.1f} s" for phase, s in self._seconds.items() if s >= _SHOWN_SHARE * whole_s]
@@ -47,7 +47,8 @@ class PhaseTimes:
 
 
 class Announcer:
-    """Progress while loading, the banner, the end. `prompts` are examples by model name, the best first."""
+    """Prints progress while loading, the banner, and the shutdown. `prompts`: examples by model name, best
+    first."""
 
     def __init__(self, prompts: dict[str, str] | None = None, console: Console | None = None) -> None:
         from rich.console import Console as RichConsole
@@ -58,8 +59,8 @@ class Announcer:
 
     @contextmanager
     def loading(self, model: str) -> Iterator[Callable[[StartProgress], None]]:
-        """Show how far the start is, and in the end what it was made of; yields what is to be called with the
-        engine's progress."""
+        """Show the progress of the start, and at the end the time of its phases. Yields the function to call
+        with the engine's progress."""
         times = PhaseTimes("starting the engine process")
         with shown_progress(f"loading {model}", self._console, left=None) as report:
 
@@ -85,10 +86,10 @@ class Announcer:
         has_chat: bool,
         replicas: str | None = None,
     ) -> None:
-        """The banner: where, what, and lines to paste.
+        """Print the banner: address, models, and commands to paste.
 
-        `num_skipped`: adapters that were left out, as the log says in detail. `has_chat`: the base model has
-        a chat template. `replicas`: those of a fleet in words, and its policy.
+        `num_skipped`: adapters that were left out; the log has the details. `has_chat`: the base model has a
+        chat template. `replicas`: a fleet's replicas and policy in words.
         """
         self.is_ready = True
         show = self._console.print
@@ -109,7 +110,8 @@ class Announcer:
         show()
 
     def stopping(self, *, num_in_flight: int, grace_s: float) -> None:
-        """The signal has come: what is still waited for, so that nobody sends a second one in doubt."""
+        """Report that a shutdown signal arrived and which requests it waits for, so that nobody sends a
+        second one."""
         waiting = ""
         if num_in_flight:
             requests = plural("request", num_in_flight)
@@ -120,9 +122,9 @@ class Announcer:
         self._console.print("shut down", style="yellow")
 
     def _curl(self, url: str, model: str, *, needs_key: bool, has_chat: bool) -> str:
-        """A command line that asks one model something."""
-        # Small models are slow to end by themselves, and a first try should not take a minute; and they make
-        # sense with their likeliest words, less so with others.
+        """Return a command line that sends a request to one model."""
+        # Small models rarely stop early, and a first try should not take a minute. They make most sense when
+        # decoding greedily.
         body: dict[str, object] = {"model": model, "max_tokens": _EXAMPLE_MAX_TOKENS, "temperature": 0}
         if has_chat:
             content = self._prompts.get(model, "Tell me about yourself.")
@@ -146,7 +148,7 @@ def _summary(names: Sequence[str]) -> str:
 
 
 def _reachable(host: str) -> str:
-    """An address a client on this machine can use."""
+    """Return the address that a client on this machine can use."""
     if host in ("0.0.0.0", ""):
         return "127.0.0.1"
     if host == "::":

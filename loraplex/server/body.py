@@ -31,14 +31,17 @@ _PATH_PART: Final = re.compile(r"[^.\[\]]+")
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
 _MAX_QUOTED_CHARS: Final = 100
 _COUNTED_ABOVE_BYTES: Final = 2**17
-"""Smaller bodies are decoded in about a millisecond, whatever they hold."""
+"""Size in bytes below which any body is decoded in about a millisecond, so its values are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """`max_held_bytes`: of all bodies together that are being received, or whose prompts are being encoded.
-    `max_values`: strings, numbers and the like in one body; `max_objects` and `max_lists`: of those, objects
-    and lists, each of which costs fifty times as much as a number."""
+    """Limits on request bodies.
+
+    `max_held_bytes`: total bytes of all bodies being received or whose prompts are being encoded.
+    `max_values`: strings, numbers and so on in one body; `max_objects` and `max_lists` bound its objects and
+    lists, each of which costs fifty times as much as a number.
+    """
 
     max_body_bytes: int = 4 * 2**20
     max_values: int = 2**18
@@ -58,7 +61,7 @@ class BodyReader:
         self._reads: set[asyncio.Timeout] = set()
 
     def close(self) -> None:
-        """End the reads there are: the server is shutting down, and a slow upload would hold that up."""
+        """End the reads in progress: the server is shutting down, and a slow upload would delay that."""
         self._is_closed = True
         for read in self._reads:
             if not read.expired():
@@ -66,7 +69,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request, kind: type[T]) -> AsyncIterator[T]:
-        """The request's body as a `kind`. Its bytes count as held until the block ends.
+        """Yield the request's body as a `kind`. Its bytes count as held until the block ends.
 
         Raises what `errors.describe` turns into 400, 408, 413, 415 or 503.
         """
@@ -92,7 +95,7 @@ class BodyReader:
             if num_bytes > _COUNTED_ABOVE_BYTES:
                 self._check_size(await asyncio.to_thread(json_size, body))
             decoded = decode_struct(body, kind)
-            del body  # only what was made of it is needed from here on
+            del body  # free the raw bytes early
             yield decoded
         finally:
             self._held_bytes -= num_bytes
@@ -134,7 +137,7 @@ class BodyReader:
 
 
 def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
-    """Decode JSON strictly; InvalidRequestError says what is wrong and where."""
+    """Decode JSON strictly. Raises InvalidRequestError that says what is wrong and where."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -149,7 +152,8 @@ def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
 
 
 def _json_hint(body: bytes | bytearray, message: str) -> str:
-    """Return what is probably wrong with a body. `message`: the decoder's, which says where it stopped."""
+    """Return a hint at what is probably wrong. `message`: the decoder's error, with the position it stopped
+    at."""
     if not body.strip():
         return " (it is empty)"
     place = _BYTE.search(message)
@@ -162,7 +166,7 @@ def _json_hint(body: bytes | bytearray, message: str) -> str:
 
 
 def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
-    """msgspec's message with the field's name in OpenAI's way: `messages[0].content`."""
+    """Return msgspec's error with the field named as OpenAI does: `messages[0].content`."""
     location = _LOCATION.search(message)
     where = location[1] if location else ""
     what = message[: location.start()] if location else message
@@ -188,7 +192,7 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
 
 
 def _not_supported(where: str) -> InvalidRequestError | None:
-    """The refusal of a path that leads to, or into, a field that is not supported."""
+    """Return the refusal of a path that leads to, or into, an unsupported field; None if there is none."""
     for part in _PATH_PART.finditer(where):
         if advice := NOT_SUPPORTED.get(part[0]):
             field = where[: part.end()]

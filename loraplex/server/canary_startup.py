@@ -1,4 +1,4 @@
-"""The versions on trial that a server begins with: those that the registry remembers of an earlier one."""
+"""Restore the canaries that the registry remembers from an earlier server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraplex.server.served_adapter import ServedCanary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MissingCanary:
-    """A canary that is not served here. `is_over`: its trial ends; else the registry keeps it, and it is
+    """A canary that is not served here. `is_over`: its trial ends; otherwise the registry keeps it, and it is
     tried again."""
 
     name: str
@@ -25,7 +25,7 @@ class MissingCanary:
 
     @property
     def kept(self) -> Canary | None:
-        """The canary that the registry keeps."""
+        """The canary that the registry keeps; None if the trial is over."""
         return None if self.is_over else self.canary
 
     @property
@@ -40,18 +40,19 @@ class MissingCanary:
 async def restore_canaries(
     service: AdapterService, canaries: Mapping[str, Canary]
 ) -> dict[str, MissingCanary]:
-    """Put canaries beside the versions that their names stand for; returns those that cannot be, by name.
+    """Serve canaries beside the versions that their names stand for; return those that cannot be served, by
+    name.
 
-    Their files are read again, and must be the same: what is on trial is a version and no folder. The trial
-    is over where they are not and no other server runs on the registry, which may have them. What only the
-    engine refuses stays on trial: it may take it later, and engines of other servers may take it now.
+    Their files are read again and must be unchanged: a trial is of a version, not of a folder. If they cannot
+    be read and no other server uses the registry (which might have them), the trial is over. A canary that
+    only the engine refuses stays on trial: this engine may accept it later, and another server's may now.
     """
     missing = {}
     for name, canary in canaries.items():
         adapter = service.find(name)
         assert adapter is not None, "the names of adapters are not the base model's"
         if adapter.version == canary.ref.version:
-            continue  # its files came in place of those it was tried beside
+            continue  # the stable version now has the canary's files
         found: ReadAdapter | None = None
         try:
             found = await service.files.read_again(canary.ref)

@@ -1,4 +1,4 @@
-"""The files of adapters that a server is to start with: fetched, read, and read again when they change."""
+"""Fetch and read the files of adapters that a server starts with, and read them again when they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex.server.adapter_service import AdapterService, ToServe
 
 
 def fetch_missing(service: AdapterService, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """All that is to be fetched, fetched at once; an error takes the place of what could not be had."""
+    """Fetch all repositories at once. A candidate whose download failed has the error as its spec."""
     fetched = iter(service.files.hub.fetch_many([each.repo for each in candidates if each.repo is not None]))
     return [each if each.repo is None else _fetched(each, each.repo, next(fetched)) for each in candidates]
 
@@ -31,7 +31,7 @@ def _fetched(candidate: Candidate, repo: HubRepo, result: Path | AdapterError) -
 
 
 def read_missing(service: AdapterService, candidates: Sequence[Candidate]) -> list[AdapterSpec | UserError]:
-    """The spec of each candidate. Folders that were named through the API must still be allowed ones."""
+    """Return the spec of each candidate. Folders named through the API must still be allowed ones."""
     unread = [each for each in candidates if each.spec is None]
     from_api = [each.path for each in unread if each.is_checked]
     given = [each.path for each in unread if not each.is_checked]
@@ -44,13 +44,14 @@ def read_missing(service: AdapterService, candidates: Sequence[Candidate]) -> li
 
 
 class FindAgain:
-    """Finds a candidate that was left out. Files are read only if they are others than those that were read,
-    or could not be: to read those of a large adapter again and again in vain would take a disk's time."""
+    """Looks again for a candidate that was left out. Files are read only if they changed since they were last
+    read or could not be read: reading those of a large adapter repeatedly in vain would keep the disk
+    busy."""
 
     def __init__(self, service: AdapterService, candidate: Candidate) -> None:
         self._service = service
         self._candidate = candidate
-        self._failed: tuple[UserError, _Stamp] | None = None  # at the last time, and what was there then
+        self._failed: tuple[UserError, _Stamp] | None = None  # the last error and its stamp
 
     def __call__(self) -> ToServe:
         candidate = self._candidate
@@ -72,7 +73,7 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 def _stamp(folder: Path) -> _Stamp | None:
-    """Return what changes whenever files of a folder do; None if that cannot be told."""
+    """Return a value that changes whenever files of a folder do; None if it cannot be read."""
     try:
         found = [(path.name, path.stat()) for path in (folder, *sorted(folder.iterdir()))]
     except OSError:

@@ -1,4 +1,4 @@
-"""Chat completions as JSON: whole answers and stream chunks."""
+"""Write chat completions as JSON: whole answers and stream chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _encode = msgspec.json.Encoder().encode
 class ChatFormat:
     """The AnswerFormat of /v1/chat/completions.
 
-    Chunks are put together from bytes: a token costs the escaping of its text and a concatenation.
+    Chunks are concatenated from bytes: a token costs only the escaping of its text and a concatenation.
     """
 
     def __init__(

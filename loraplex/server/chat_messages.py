@@ -1,7 +1,7 @@
 """The messages of a conversation, as clients send them and as chat templates read them.
 
-A conversation may hold the calls and results of tools, which is history like any other. Templates of the
-Hugging Face hub want the arguments of a call as an object, not as the JSON text that OpenAI's API has.
+A conversation may contain tool calls and their results as history. Templates of the Hugging Face hub expect
+the arguments of a call as an object, not as the JSON text that OpenAI's API has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Nothing = Annotated[list[Any], Meta(max_length=0)] | None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`arguments` is a JSON object, or the text of one, as in OpenAI's answers."""
+    """A call of a function. `arguments` is a JSON object, or the text of one, as in OpenAI's answers."""
 
     name: str
     arguments: str | dict[str, Any] = ""
@@ -38,11 +38,12 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # what clients keep that put a call together from a stream
+    index: int | None = None  # kept by clients that assemble calls from a stream
 
 
 class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role"):
-    """A message; its role is the tag. Clients that send answers back as history send the empty fields too."""
+    """A message; its role is the tag. Clients that send answers back as history also send the empty
+    fields."""
 
     name: str | None = None
     refusal: None = None
@@ -74,7 +75,7 @@ class UserMessage(_TextMessage, kw_only=True, tag="user"):
 
 
 class AssistantMessage(_Message, kw_only=True, tag="assistant"):
-    """Text, or calls of tools, or both."""
+    """A message with text, tool calls, or both."""
 
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
@@ -93,10 +94,10 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages as chat templates know them.
+    """Return the messages in the form that chat templates expect.
 
-    Content is plain text, a developer is a system, and a tool's result has the name of the tool, which
-    OpenAI's API leaves to the call.
+    Content becomes plain text, the role developer becomes system, and a tool's result gets the name of the
+    tool, which OpenAI's API has only in the call.
     """
     refuse_many_messages(len(messages), sum(map(_num_parts, messages)))
     _refuse_many_arguments(messages)
@@ -125,13 +126,14 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _num_parts(message: ChatMessage) -> int:
-    """Parts of a message's content, and calls of tools."""
+    """Return the number of parts of a message's content and of its tool calls."""
     num_calls = len(message.tool_calls or ())
     return num_calls + (len(message.content) if isinstance(message.content, list) else 0)
 
 
 def _refuse_many_arguments(messages: Sequence[ChatMessage]) -> None:
-    """Refuse calls whose arguments hold more than can be decoded at once. What is in strings counts too."""
+    """Refuse tool calls whose arguments hold too many values to decode at once. Commas and brackets inside
+    strings count too."""
     num_values = 0
     for message in messages:
         for call in message.tool_calls or ():
@@ -166,7 +168,7 @@ def _template_calls(calls: Sequence[ToolCall], message_index: int) -> list[dict[
 
 def _decode_arguments(text: str, where: str) -> dict[str, Any]:
     if not text.strip():
-        return {}  # a call of a function that takes none
+        return {}  # a call without arguments
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

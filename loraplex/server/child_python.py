@@ -1,4 +1,4 @@
-"""The Python that child processes run on, and how they are started without hearing Ctrl-C."""
+"""The Python command that child processes run, and how they are started so that they ignore Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 def same_python() -> list[str]:
-    """Return the command of this Python. A child looks into the current folder only if this process does: a
+    """Return the command of this Python. A child imports from the current folder only if this process does: a
     stray torch.py there must not shadow the real one."""
     sees_cwd = "" in sys.path or os.getcwd() in sys.path
     return [sys.executable] if sees_cwd else [sys.executable, "-P"]
@@ -18,11 +18,11 @@ def same_python() -> list[str]:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Start children in this block that are to ignore SIGINT from their first instruction: Ctrl-C reaches
-    every process of the terminal, and Python's imports would end in a traceback.
+    """Block SIGINT while children are started that must ignore it from their first instruction: Ctrl-C
+    reaches every process of the terminal, and would end Python's imports in a traceback.
 
-    They inherit the block, and lift it with `ignore_interrupts`. This process handles a SIGINT of meanwhile
-    when the block ends.
+    Children inherit the signal mask and lift it with `ignore_interrupts`. This process handles a SIGINT that
+    arrived meanwhile when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -32,6 +32,6 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Ignore SIGINT from now on, one that is blocked included; children of this process do as well."""
+    """Ignore SIGINT from now on, including one that is blocked; children of this process inherit this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

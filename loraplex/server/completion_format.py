@@ -1,4 +1,5 @@
-"""Plain completions as JSON: whole answers and stream chunks, with the prompt in front when it is echoed."""
+"""Write plain completions as JSON: whole answers and stream chunks, preceded by the prompt if it is
+echoed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, kw_only=True)
 class EchoedPrompt:
-    """A prompt that the answer repeats. `token_offsets` are only there if log-probabilities are asked for."""
+    """A prompt that the answer repeats. `token_offsets` is filled only if log-probabilities are requested."""
 
     text: str
     token_offsets: Sequence[int] = ()
@@ -30,9 +31,9 @@ _NO_PROMPT: Final = EchoedPrompt(text="")
 class CompletionFormat:
     """The AnswerFormat of /v1/completions.
 
-    `echo` holds each prompt when it is to be repeated, else it is None. `prompt_only` drops
-    what was generated: with echo and max_tokens 0 only the prompt is wanted. `prompt_ids` holds the prompts'
-    tokens if the answer is to have token ids, and `logprobs_by_id` names tokens by them.
+    `echo` holds each prompt if it is to be repeated, else it is None. `prompt_only` drops generated text:
+    with echo and max_tokens 0 only the prompt is wanted. `prompt_ids` holds the prompts' tokens if the answer
+    is to have token ids. `logprobs_by_id` names tokens by their ids.
     """
 
     def __init__(

@@ -1,17 +1,17 @@
-"""How many connections there may be, and which of them makes room for another one.
+"""The limit on connections, and which connection makes room for another one.
 
-At the limit, a connection that asks for nothing is closed to make room for a new one, so that such ones lock
-nobody out. A request may be under way on one that was opened a moment ago, so these have some seconds:
+At the limit, a connection without a request is closed to make room for a new one, so that idle connections
+lock nobody out. A request may be about to arrive on a connection opened a moment ago, so these have a grace
+period:
 
     opened ──▶ NEW ──headers complete──▶ ACTIVE ──response complete──▶ KEPT (alive)
                 │                                                       │ │
                 │ ◀──────────── first bytes of the next request ────────┘ │
                 ▼ after a grace period                                    ▼
-              gives way, the oldest first                               gives way if there is none of these
+              closed first, the oldest first                            closed next, the oldest first
 
-If none gives way, a new one gets one of a few places in which only /health may be asked for, once. When it
-asks for something else, it moves to an ordinary place as a new connection would get one, or is refused with
-503.
+If none can be closed, a new connection gets one of a few places that allow a single request to /health. If it
+requests something else, it moves to an ordinary place like a new connection, or is refused with 503.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from loraplex.server.pacing import SlicedWork
 logger = logging.getLogger(__name__)
 
 _DESCRIPTORS_FOR_OTHERS: Final = 128
-"""Descriptors that are not connections: files, sockets to the engine, libraries."""
+"""Number of descriptors that are not connections: files, sockets to the engine, libraries."""
 _DESCRIPTORS_PER_REPLICA: Final = 16
 _FEWEST_DESCRIPTORS: Final = 64
-"""With fewer, a start fails somewhere within a library."""
+"""Number of descriptors below which a start fails somewhere within a library."""
 _MAX_DESCRIPTORS: Final = 65_536
 _LOG_INTERVAL_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """Bounds of connections.
+    """Limits on connections.
 
-    max_health_connections   beyond the others, to ask how the server is when these are all in use
-    grace_s, health_grace_s  how long a new connection of either kind keeps its place without the headers of a
-                             request when another one needs it; health checks send theirs at once
-    write_timeout_s          how long a client may take nothing of what is sent to it
-    max_header_fields        of one request, those behind a body in chunks included
-    max_chunk_overhead_bytes of a body in chunks, what is around them (sizes, extensions, line ends)
+    max_health_connections   additional connections for health checks when all others are in use
+    grace_s, health_grace_s  seconds that a new connection of either kind keeps its place without the headers
+                             of a request when another one needs it; health checks send theirs at once
+    write_timeout_s          seconds after which a client that reads nothing is disconnected
+    max_header_fields        fields of one request, including trailers of a chunked body
+    max_chunk_overhead_bytes bytes of a chunked body around the chunks (sizes, extensions, line ends)
     """
 
     max_connections: int = 8192
@@ -64,7 +64,7 @@ class ConnectionLimits:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows; returns the limit."""
+    """Raise this process's limit of open files as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -76,10 +76,10 @@ def raise_descriptor_limit() -> int:
 def connections_within(
     descriptor_limit: int, wanted: int, *, num_replicas: int = 1, is_front: bool = False
 ) -> int:
-    """Connections there may be where so many files may be open. `is_front`: each request is sent on to a
-    server, which takes a second one.
+    """Return the number of connections that a limit of open files allows. `is_front`: each request is
+    forwarded to a server, which takes a second connection.
 
-    Raises UserError if that is too few to start at all.
+    Raises UserError if the limit is too low to start at all.
     """
     fewest = _FEWEST_DESCRIPTORS + (num_replicas - 1) * _DESCRIPTORS_PER_REPLICA
     if descriptor_limit < fewest:
@@ -92,26 +92,26 @@ def connections_within(
 
 
 def set_write_timeout(connection: socket.socket, timeout_s: float) -> None:
-    """Let the system end a connection with ETIMEDOUT when its client takes nothing of what is sent for so
-    long. Only Linux does that, also where this process has nothing more to send and waits for nothing."""
+    """Have the system end a connection with ETIMEDOUT when its client reads nothing for `timeout_s`. Only
+    Linux supports this; it works even if this process has nothing more to send."""
     if sys.platform == "linux" and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
 
 
 class Connection(Protocol):
     def give_way(self) -> None:
-        """Close a connection that is not active, as another one needs its place."""
+        """Close this connection, which is not active, because another one needs its place."""
 
 
 class Places:
-    """Connections that share a limit, and which of them give way."""
+    """The connections that share a limit, and the order in which idle ones are closed."""
 
     def __init__(self, num_places: int, clock: Clock, *, grace_s: float, only_health: bool = False) -> None:
         self._num_places = num_places
         self._clock = clock
         self._grace_s = grace_s
         self.only_health = only_health
-        self._new: dict[Connection, float] = {}  # since when; the oldest first
+        self._new: dict[Connection, float] = {}  # time of arrival in seconds; the oldest first
         self._kept: dict[Connection, None] = {}  # the oldest first
         self._num_active = 0
 
@@ -133,7 +133,7 @@ class Places:
         return oldest
 
     def began_request(self, connection: Connection) -> None:
-        """Note that bytes have come on a connection that is not active."""
+        """Record that bytes arrived on a connection that is not active."""
         if connection in self._kept:
             del self._kept[connection]
             self.add(connection)
@@ -156,8 +156,8 @@ class Places:
 
 
 class ConnectionBook:
-    """The connections of one server. Outcomes that anybody can cause are counted for its log.
-    `parsing` divides the time to parse what they send between them."""
+    """The connections of one server. Outcomes that any client can cause are counted for its log. `parsing`
+    shares the time for parsing between the connections."""
 
     def __init__(
         self, limits: ConnectionLimits, clock: Clock, *, log_interval_s: float = _LOG_INTERVAL_S
@@ -170,10 +170,10 @@ class ConnectionBook:
         )
         self._outcomes: Counter[str] = Counter()  # since the last line of the log
         self._log_interval_s = log_interval_s
-        self._logging: asyncio.Task[None] | None = None  # while lines are held back
+        self._logging: asyncio.Task[None] | None = None  # set while further lines are held back
 
     def opened(self, connection: Connection) -> Places | None:
-        """Count a new connection; None if there is no room for it."""
+        """Add a new connection; return None if there is no room for it."""
         for places in (self._ordinary, self._for_health):
             if self._make_room(places):
                 places.add(connection)
@@ -182,8 +182,8 @@ class ConnectionBook:
         return None
 
     def move_to_ordinary(self, connection: Connection) -> Places | None:
-        """Move a connection that is not active out of the places for health checks, as it asks for something
-        else; None if there is no room for it, and it must be refused."""
+        """Move a connection that is not active out of the places for health checks because it requests
+        something else; return None if there is no room and it must be refused."""
         if not self._make_room(self._ordinary):
             self.refused()
             return None
@@ -192,26 +192,26 @@ class ConnectionBook:
         return self._ordinary
 
     def _make_room(self, places: Places) -> bool:
-        """Return whether a place is free, after one that gives way was closed if need be."""
+        """Return whether a place is free, after closing an idle connection if necessary."""
         if places.are_taken and (leaver := places.remove_one_that_gives_way()) is not None:
             self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
             leaver.give_way()
         return not places.are_taken
 
     def refused(self) -> None:
-        """Count a connection that is closed because there is no room for it, or none for what it asks."""
+        """Count a connection that is closed because there is no room for it or for its request."""
         self._log(f"refused, as all {self.limits.max_connections} are in use")
 
     def timed_out(self) -> None:
-        """Count a connection that is closed because its headers did not come."""
+        """Count a connection that is closed because its headers did not arrive."""
         self._log(f"closed, as headers did not arrive within {self.limits.header_timeout_s:g} s")
 
     def stalled(self) -> None:
-        """Count a connection that is closed because its client did not take what was sent to it."""
+        """Count a connection that is closed because its client did not read what was sent to it."""
         self._log(f"closed, as nothing that was sent was taken for {self.limits.write_timeout_s:g} s")
 
     def _log(self, outcome: str) -> None:
-        """Write a line at once, and then one for each interval in which there was something to say."""
+        """Log the first outcome at once, then at most one line per interval."""
         self._outcomes[outcome] += 1
         if self._logging is None:
             self._write_line()

@@ -1,4 +1,4 @@
-"""Requests that outlive the engines which have them: where one dies, another goes on."""
+"""Requests that outlive their engine: if it dies, another engine continues them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ Outputs = AsyncGenerator[EngineOutput, None]
 
 
 class Attempt(NamedTuple):
-    """A request on one engine. `take`: waits for its outputs. `saw`: to be called with each as it is
-    taken."""
+    """A request on one engine. `take` waits for its outputs. `saw` must be called with each output taken."""
 
     take: Take
     saw: Callable[[EngineOutput], None]
 
 
 Serving = AbstractAsyncContextManager[Attempt]
-"""An engine has a request while this is open."""
+"""A context during which an engine has a request."""
 GiveToEngine = Callable[[EngineRequest], Awaitable[Serving]]
-"""Chooses an engine for a request. Raises if there is none to choose."""
+"""Chooses an engine for a request. Raises if no engine can be chosen."""
 
 
 class EngineSilentError(RequestMovedError):
-    """The engine gives no sign of life, or has sent nothing of the request for too long, so that it was
-    taken from it."""
+    """The engine has given no sign of life, or has sent nothing for this request, for too long, so the
+    request was taken from it."""
 
 
 class Continued(StrEnum):
-    """Why a request went on elsewhere: its engine died, or gave it up alive (drained, replaced, moved, or
-    without a sign of life), or did not take it."""
+    """The reason why a request was continued elsewhere: its engine died, gave it up while alive (drained,
+    replaced, migrated or silent), or refused it."""
 
     DIED = "died"
     MOVED = "moved"
@@ -48,8 +47,8 @@ class Continued(StrEnum):
 
 
 class NotTakenError(RequestMovedError):
-    """The engine is well, but does not take the request. `is_last`: nor does any other, so that the request
-    ends with this error."""
+    """The engine is healthy but does not accept the request. `is_last`: no other engine does either, so the
+    request ends with this error."""
 
     is_last = False
 
@@ -63,13 +62,13 @@ async def continuing(
     engines: str,
     continued: Counter[Continued] | None = None,
 ) -> Outputs:
-    """The outputs of a request, whichever engines they come from: each token once.
+    """Yield the outputs of a request across the engines that serve it: each token once.
 
-    It goes on elsewhere when its engine dies or hands it over, until so many have died with it that it may be
-    what they die of: `max_in_a_row` without a token of it in between, as whatever they die of would come
-    again at once, or `max_in_all`. Those that fell silent with it count in a row alone, as a machine that
-    stops for a while is nobody's fault.
-    `engines`: what they are called then. `continued`: counts how often that happens.
+    It is continued elsewhere when its engine dies or hands it over, until so many engines have died with it
+    that it may be the cause: `max_in_a_row` without a token of it in between, because a crash that it causes
+    would repeat at once, or `max_in_all`. Engines that fell silent with it count only for `max_in_a_row`, as
+    a machine may stop for a while for other reasons. `engines`: how the error names them. `continued`: counts
+    the continuations.
     """
     answer, num_in_a_row, num_in_all = AnswerSoFar(request), 0, 0
     while True:
@@ -105,7 +104,7 @@ async def continuing(
                     "while they had this request; it may be the reason, so it is not sent to another one"
                 ) from error
             where = f"after {answer.num_tokens} tokens" if answer.num_tokens else "from the beginning"
-            reason = str(error).partition("; ")[0]  # without its advice: there is nothing to do
+            reason = str(error).partition("; ")[0]  # without the advice, which is for clients
             logger.warning("request %s goes on elsewhere, %s: %s", request.request_id, where, reason)
         if end is not None:
             yield end

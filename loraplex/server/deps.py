@@ -1,4 +1,4 @@
-"""What the HTTP application is built from."""
+"""The parts that the HTTP application is built from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from loraplex.server.web_guard import WebAccess
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
-    """`base_root` is where the base model comes from; its served name is the adapter service's. `fleet`: None
-    if there is but one engine. `is_ready_without_adapters`: also if all adapters were left out at the start.
-    `shadow_twin`: None if there is none. `continued`: how often
-    requests outlived their engine; `is_resampled`: see ServingEngine."""
+    """The parts of a server.
+
+    `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
+    a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
+    the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
+    `is_resampled`: see ServingEngine.
+    """
 
     text: TextEngine
     adapters: AdapterService

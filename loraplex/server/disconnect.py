@@ -1,4 +1,4 @@
-"""Work that ends when its client hangs up."""
+"""Run work that ends when its client hangs up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive, pacer: Pacer) -> T:
-    """Return what `work` returns; if the client goes away first, cancel it and raise ClientDisconnect.
+    """Return the result of `work`; if the client disconnects first, cancel it and raise ClientDisconnect.
 
-    The request's body must have been read. Where many clients go at once, their work is cancelled at the
+    The request's body must have been read. If many clients disconnect at once, their work is cancelled at the
     pace of `pacer`.
     """
-    # The work is done in the task of the caller: one of its own would begin a turn of the loop later.
+    # The work runs in the caller's task: a new task would begin one iteration of the event loop later.
     task = asyncio.current_task()
     assert task is not None
     num_cancelling = task.cancelling()
@@ -30,14 +30,14 @@ async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive, p
     except asyncio.CancelledError:
         if watch.has_cancelled and task.uncancel() <= num_cancelling:
             raise ClientDisconnect from None
-        raise  # the server itself ends the request
+        raise  # the server itself cancelled the request
     finally:
         watch.end()
 
 
 class _Watch:
-    """Cancels a task when its client goes away. Begins when the task waits for the first time: much work has
-    ended by then."""
+    """Cancels a task when its client disconnects. It begins when the task first waits: many tasks have ended
+    by then."""
 
     def __init__(self, task: asyncio.Task[Any], receive: Receive, pacer: Pacer) -> None:
         self._task = task

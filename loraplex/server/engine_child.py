@@ -1,4 +1,4 @@
-"""The HTTP process's handle on one engine process: its sockets, what it says, and how it ended."""
+"""The HTTP process's handle on one engine process: its sockets, its events, and how it ended."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _LESS_MEMORY: Final = (
     "unless somebody killed it, memory ran out: lower --kv-memory, --host-adapter-memory or --replicas"
 )
 MAX_EVENTS_PER_WAKEUP: Final = 64
-"""An engine faster than its readers must not keep the event loop from them."""
+"""Number of events read at a time: a fast engine must not keep the event loop from the consumers."""
 
 
 class EngineHandle(ABC):
-    """One engine process from its start to its exit; a restarted engine is a new one, with new sockets.
+    """One engine process from its start to its exit; a restarted engine is a new handle, with new sockets.
 
-    `on_event` is called in the event loop for everything the engine says. `loaded` is done when it takes
-    adapters, `ready` yields its Ready; both raise the reason if it comes to nothing. Made and used in one
-    event loop.
+    `on_event` is called in the event loop for every event of the engine. `loaded` is done when the engine
+    accepts adapters, and `ready` yields its Ready; both raise the reason if the start fails. Created and used
+    in one event loop.
     """
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
@@ -70,7 +70,7 @@ class EngineHandle(ABC):
         self.exited = asyncio.Event()
         self.exit_reason = ""
         self.num_heard = 0
-        """Events that the engine has sent, signs of life among them."""
+        """Number of events that the engine has sent, including heartbeats."""
         self._context: Context = zmq.Context()
         self._events: Socket | None = None
         self._commands: Socket | None = None
@@ -78,24 +78,24 @@ class EngineHandle(ABC):
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Return the id of the engine process on its own machine; None while it is not known."""
+        """The id of the engine process on its own machine; None while it is not known."""
 
     @property
     def node(self) -> str | None:
-        """The address of its machine; None if that is this one."""
+        """The address of its machine; None if it is this one."""
         return None
 
     @abstractmethod
     async def stop(self, *, grace_s: float) -> None:
-        """Ask the process to leave, end it after `grace_s`, and release everything."""
+        """Ask the process to exit, kill it after `grace_s` seconds, and release everything."""
 
     @abstractmethod
     def _connect_commands(self, address: str) -> Socket:
-        """Connect to where the engine listens."""
+        """Connect to the address where the engine listens for commands."""
 
     @abstractmethod
     def _was_told_why(self) -> None:
-        """The engine has failed and said why; it need not stay for it."""
+        """Handle that the engine has failed and reported why; it need not wait any longer."""
 
     def _listen(self, events: Socket) -> None:
         """Read events from a socket that is bound."""
@@ -103,14 +103,14 @@ class EngineHandle(ABC):
         self._loop.add_reader(int(events.getsockopt(zmq.FD)), self._read_events)
 
     def send(self, command: Command) -> None:
-        """Queue a command. Lost if the process has ended, which `exited` tells."""
+        """Queue a command. It is lost if the process has ended, which `exited` reports."""
         if self._commands is not None:
             with contextlib.suppress(zmq.Again):
                 self._commands.send(encode(command), zmq.NOBLOCK)
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """End the process at once; `exited` tells when it has. `reason`: for `exit_reason`."""
+        """Kill the process; `exited` is set when it has ended. `reason` becomes part of `exit_reason`."""
 
     async def wait_exited(self, *, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -118,14 +118,14 @@ class EngineHandle(ABC):
                 await self.exited.wait()
 
     def _read_events(self) -> None:
-        # The descriptor only signals changes: read until nothing is left, or come back without its signal.
+        # The descriptor signals changes only: read until nothing is left, or schedule another read.
         for _ in range(MAX_EVENTS_PER_WAKEUP):
             if not self._read_event():
                 return
         self._loop.call_soon(self._read_events)
 
     def _read_event(self) -> bool:
-        """Read one event and act on it; False when there is none."""
+        """Read one event and act on it; return False if there is none."""
         if self._released or self._events is None or not has_message(self._events):
             return False
         event = decode_event(self._events.recv())
@@ -136,7 +136,7 @@ class EngineHandle(ABC):
         return True
 
     def _note(self, event: Event) -> None:
-        """Act on what this handle itself needs of an event."""
+        """Handle the part of an event that concerns this handle."""
         match event:
             case Listening(address):
                 self._commands = self._connect_commands(address)
@@ -154,8 +154,8 @@ class EngineHandle(ABC):
     def _finish(
         self, exit_reason: str, error: LoraplexError | None = None, *, advice: str = _SEE_LOG
     ) -> None:
-        """The process has ended: read what it still said, then report it. For those who wait for a start, if
-        the engine has not said anything better: `error`, or what to do (`advice`)."""
+        """Handle the end of the process: read its last events, then report its exit. Waiters for the start
+        get the engine's own error if it sent one, otherwise `error` or a message that ends in `advice`."""
         while self._read_event():
             pass
         self._release()
@@ -167,7 +167,7 @@ class EngineHandle(ABC):
                 else:
                     reason = f"the engine process ended while starting: {self.exit_reason}; {advice}"
                     awaited.set_exception(error or EngineDeadError(reason))
-                awaited.exception()  # nobody waits for the second one if the first has failed
+                awaited.exception()  # mark it as retrieved: if the first fails, nobody awaits the second
         self.exited.set()
 
     def _release(self) -> None:
@@ -208,7 +208,7 @@ class EngineChild(EngineHandle):
         try:
             if self.ready.done() and not self.ready.cancelled():
                 self.send(Shutdown())
-            else:  # it hears no command while it loads
+            else:  # it reads no commands while it loads
                 self._end_stdin()
             await self.wait_exited(timeout_s=grace_s)
             if not self.exited.is_set():
@@ -253,7 +253,7 @@ class EngineChild(EngineHandle):
 
 
 def _private_directory() -> PrivateFolder:
-    """Make a folder whose path is short enough for a socket name."""
+    """Create a folder whose path is short enough for a socket name."""
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > zmq.IPC_PATH_MAX_LEN - 40:
         parent = "/tmp"
@@ -261,7 +261,7 @@ def _private_directory() -> PrivateFolder:
 
 
 def launch_of(factory: str, config: object, *, socket_dir: str = "", remote: Remote | None = None) -> Launch:
-    """Return what an engine process with this core is started with, as a child of this process."""
+    """Return the launch options of an engine process with this core, as a child of this process."""
     config_class = type(config)
     assert config_class.__module__ != "__main__", "the child cannot import a config class of a script"
     return Launch(
@@ -277,16 +277,16 @@ def launch_of(factory: str, config: object, *, socket_dir: str = "", remote: Rem
 
 
 def spawn(launch: Launch, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start an engine process, which ends with the thread that calls this or with its stdin."""
+    """Start an engine process, which exits when the calling thread ends or its stdin is closed."""
     with interrupts_blocked():
         process = subprocess.Popen(
             [*same_python(), "-m", CHILD_MODULE],
             stdin=subprocess.PIPE,
-            stdout=2,  # whatever a library prints belongs into the log, not into a command's output
+            stdout=2,  # output of libraries belongs in the log, not in a command's output
             env={**os.environ, **env},
         )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended already; its exit code will say why
+    with contextlib.suppress(BrokenPipeError):  # it has exited; its exit code says why
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
         process.stdin.flush()
     return process

@@ -1,4 +1,4 @@
-"""The engine as the HTTP process sees it: another process, started again when it dies.
+"""The HTTP process's view of the engine: another process, restarted when it dies.
 
                             SILENT ────────────┐
                               ▲ │ no sign of life, for a while or for too long
@@ -62,8 +62,8 @@ DEFAULT_FACTORY: Final = "loraplex.engine.start:build_core"
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """How patient the client is. `silent_s`: without a sign of life of the child, until nobody waits for its
-    answers; `lost_s`: until it is killed. `env` is added to the child's environment."""
+    """Timeouts and the environment. `silent_s`: seconds without a sign of life from the child until its
+    requests are taken from it; `lost_s`: until it is killed. `env` is added to the child's environment."""
 
     ready_timeout_s: float = 60.0
     stats_max_age_s: float = 0.5
@@ -76,13 +76,12 @@ class ClientOptions:
 
 
 class EngineClient:
-    """An AsyncEngine whose core lives in a supervised child process. For use in one event loop.
+    """An AsyncEngine whose core runs in a supervised child process. For use in one event loop.
 
-    `config` is what the factory takes: any type that msgspec encodes and the child can import. Adapters
-    are remembered here and given to every new child, so they survive its crashes. `start_child`: starts it
-    somewhere else than on this machine, and is given what is to be called for each event. `pool`: of a
-    replica that shares adapters in host memory with others. `name`: what the process is called in the log and
-    in errors, if there are several.
+    `config` is the factory's argument: any type that msgspec encodes and the child can import. Adapters are
+    remembered here and given to every new child, so they survive its crashes. `start_child` starts the child
+    elsewhere than on this machine, and is given the callback for its events. `pool`: set for a replica that
+    shares adapters in host memory with others. `name`: the name of the process in logs and errors.
     """
 
     def __init__(
@@ -115,17 +114,17 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
 
         self._streams = EngineStreams()
-        # By version and folder: an engine that starts anew must know every folder that holds a version.
+        # By version and folder: a restarted engine must know every folder that holds a version.
         self._adapters: dict[str, dict[Path, AdapterSpec]] = {}
         self._additions: dict[str, asyncio.Future[None]] = {}
         self._removals: dict[str, asyncio.Future[None]] = {}
         self._stats = EngineStats()
         self._stats_taken_s = float("-inf")
         self._stats_reply: asyncio.Future[None] | None = None
-        self._num_asked, self._num_answered = 0, 0  # how often the child was asked for stats
-        self._back_with: int | None = None  # the answer with which a silent child is back
+        self._num_asked, self._num_answered = 0, 0  # requests for stats sent to the child, and replies
+        self._back_with: int | None = None  # the reply after which a silent child counts as alive again
         self.info: Ready | None = None
-        """What the engine said of itself when it was last ready."""
+        """The engine's description of itself when it was last ready."""
 
     @property
     def healthy(self) -> bool:
@@ -151,9 +150,9 @@ class EngineClient:
     ) -> None:
         """Start the engine process and wait until it is ready.
 
-        Raises the child's own error if it cannot start; a first start is not tried again. `on_progress`
-        hears of this start only, not of restarts. `add_adapters` ends when those adapters were added that the
-        engine is to be ready for.
+        Raises the child's own error if it cannot start; a first start is not retried. `on_progress` is called
+        for this start only, not for restarts. `add_adapters` ends when the adapters that the engine prepares
+        for have been added.
         """
         assert self._life.state is EngineState.NEW, "an EngineClient is started once"
         self._on_progress = on_progress
@@ -178,7 +177,8 @@ class EngineClient:
             await self._child.stop(grace_s=self._options.stop_grace_s)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See AsyncEngine. A restart in progress is waited for; outputs a slow consumer missed are merged."""
+        """See AsyncEngine. Waits for a restart in progress; outputs that a slow consumer missed are
+        merged."""
         return outputs_of(self.open(request))
 
     @asynccontextmanager
@@ -198,12 +198,12 @@ class EngineClient:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """See Replica: what one engine process refuses, all do."""
+        """See Replica. Always empty: what one engine process refuses, all do."""
         return {}
 
     @property
     def stalled(self) -> Sequence[str]:
-        """See Replica: its process is watched itself, and replaced when it falls silent."""
+        """See Replica. Always empty: the process itself is watched, and replaced when it falls silent."""
         return ()
 
     @property
@@ -219,12 +219,12 @@ class EngineClient:
         self._streams.fail(lambda: RequestMovedError(f"{self._name} hands its requests over"), request_id)
 
     def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
-        """See Replica: it has none."""
+        """See Replica. Does nothing: no request is ever reported as stalled."""
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
-        """See AsyncEngine. Overtakes a removal of the same version that is still under way.
+        """See AsyncEngine. Overtakes a removal of the same version that is still in progress.
 
-        While the engine restarts this only notes the adapter: it will be known before any request is.
+        While the engine restarts this only records the adapter, which the engine gets before any request.
         """
         if self._life.state is EngineState.STARTING:
             await self._life.takes_adapters.wait()
@@ -235,7 +235,7 @@ class EngineClient:
         reply = self._additions.get(spec.version)
         if reply is None:
             reply = self._additions[spec.version] = asyncio.get_running_loop().create_future()
-        # Sent even if one is under way already: it may be of another folder.
+        # Sent even if another addition is in progress: it may have another folder.
         self._child.send(AddAdapter(spec, self._pool.holders(spec.version)))
         await asyncio.shield(reply)
 
@@ -244,7 +244,8 @@ class EngineClient:
         await answer_once(self, version)
 
     async def remove_adapter(self, version: str) -> None:
-        """See AsyncEngine. Also returns if the engine dies first: its successor never knew the version."""
+        """See AsyncEngine. Also returns if the engine dies first: the restarted engine never gets the
+        version."""
         self._adapters.pop(version, None)
         self._pool.forget(version)
         if self._child is None or not self._life.takes_adapters.is_set() or self._life.is_gone:
@@ -252,14 +253,14 @@ class EngineClient:
         reply = self._removals.get(version)
         if reply is None:
             reply = self._removals[version] = asyncio.get_running_loop().create_future()
-        # Sent even if one is under way already: the version may have been added again since.
+        # Sent even if another removal is in progress: the version may have been added again since.
         self._child.send(RemoveAdapter(version))
         await asyncio.shield(reply)
 
     async def stats(self) -> EngineStats:
-        """Counters at most `stats_max_age_s` old, or the last ones if a long step delays the answer.
+        """Return counters at most `stats_max_age_s` old, or the last ones if a long step delays the reply.
 
-        All zero while there is no engine, which `status` tells.
+        All are zero while there is no engine; see `status`.
         """
         age_s = self._clock.now_s() - self._stats_taken_s
         if self._child is not None and self.healthy and age_s > self._options.stats_max_age_s:
@@ -284,7 +285,7 @@ class EngineClient:
                 reply = self._additions.pop(version, None)
                 if problem is not None:
                     self._adapters.pop(version, None)
-                    if reply is None:  # after a restart, when nobody asked and would be told
+                    if reply is None:  # after a restart nobody waits for the reply
                         logger.warning(
                             "adapter %s was refused by the engine: %s", version[:12], problem.message
                         )
@@ -308,7 +309,7 @@ class EngineClient:
                     return
                 try:
                     self._on_progress(event)
-                except Exception:  # a progress bar must not cost us the events behind this one
+                except Exception:  # a progress bar must not cost us the following events
                     logger.exception("the progress of the start could not be shown")
 
     def _local_child(self, on_event: Callable[[Event], None]) -> EngineHandle:
@@ -367,7 +368,7 @@ class EngineClient:
             self.failed.set()
 
     async def _watch(self, child: EngineHandle) -> None:
-        """Return when the child has exited, which one that stays silent is made to."""
+        """Wait until the child has exited. A child that stays silent for too long is killed."""
         silence = Silence(silent_s=self._options.silent_s, lost_s=self._options.lost_s)
         is_killed = False
         while not child.exited.is_set():
@@ -375,7 +376,7 @@ class EngineClient:
             match silence.look(child.num_heard), self._life.state:
                 case Signs.ALIVE, EngineState.SILENT:
                     if self._back_with is None:
-                        # Its answer comes after all that it still says of the requests taken from it.
+                        # Its reply comes after everything it still sends for the requests taken from it.
                         self._ask_stats(child)
                         self._back_with = self._num_asked
                 case Signs.SILENT, EngineState.READY:
@@ -385,7 +386,8 @@ class EngineClient:
                     is_killed = True
 
     def _fall_silent(self, child: EngineHandle, seconds: float) -> None:
-        """Let nobody wait for a child that may never answer; requests that it has are taken from it."""
+        """Handle a silent child: mark it as silent, and take its requests from it, since it may never
+        answer."""
         message = f"{self._name} has given no sign of life for {seconds:g} s"
         logger.warning("%s", message)
         self._life.set(EngineState.SILENT, message)
@@ -398,7 +400,7 @@ class EngineClient:
         )
 
     async def _restart(self, reason: str) -> EngineHandle:
-        """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""
+        """Return a new child that is ready. Raises EngineDeadError when the restart policy gives up."""
         died_s = self._clock.now_s()
         delay_s = self._crashes.crashed(while_starting=False)
         while delay_s is not None:
@@ -416,16 +418,16 @@ class EngineClient:
         raise EngineDeadError(f"{self._name} died too often and is not started again ({reason})")
 
     async def _ready_child(self) -> EngineHandle:
-        """Return the child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
+        """Return the child as soon as it is ready. Raises EngineDeadError if that takes too long or cannot
+        happen."""
         await self._life.wait_ready(self._options.ready_timeout_s)
         assert self._child is not None
         return self._child
 
     def _drop_in_flight(self, reason: str) -> None:
-        """Answer everyone who waits for a child that is gone.
+        """Fail or settle everything that waits for a child that is gone.
 
-        Adapter changes are not lost with it: what was added is given to the next child, what was being
-        removed is not.
+        Adapter changes are not lost with it: the next child gets added adapters, and not those being removed.
         """
         self._pool.closed()
         self._streams.fail(lambda: self._life.gone(reason))
@@ -437,7 +439,7 @@ class EngineClient:
 
 
 async def _unless_exited(adding: Awaitable[object], child: EngineHandle) -> None:
-    """Wait for something that needs the child, but not for longer than that lives."""
+    """Await something that needs the child, but no longer than the child lives."""
     task, exiting = asyncio.ensure_future(adding), asyncio.create_task(child.exited.wait())
     try:
         await asyncio.wait([task, exiting], return_when=asyncio.FIRST_COMPLETED)

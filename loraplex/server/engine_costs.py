@@ -1,4 +1,4 @@
-"""What an engine process says of its costs when it is ready, so that others can predict what it will do."""
+"""The costs that an engine process reports when it is ready, so that others can predict its behaviour."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from loraplex.perf.profile_json import profile_to_json
 
 
 def costs_of(config: object, core: EngineCore) -> str | None:
-    """Return the profile of this engine with the memory that it has, as JSON: measured, or guessed if nobody
-    did; None for a core that is not our engine's."""
+    """Return the profile of this engine with its memory as JSON: measured, or guessed if there is no
+    measurement; None if the core is not our engine."""
     if not isinstance(core, Engine) or not isinstance(config, EngineOptions):
         return None
     return profile_to_json(_costs_of(config, core))
 
 
 def _costs_of(options: EngineOptions, core: Engine) -> CostModel:
-    # With torch, which is imported where there is such an engine.
+    # These import torch, so they are imported only where there is such an engine.
     from loraplex.engine.build import choose_device, choose_dtype
     from loraplex.engine.cuda.adapter_block import table_bytes
     from loraplex.engine.cuda.device_arena import page_bytes

@@ -1,4 +1,4 @@
-"""The life of a supervised engine: its state, and who waits for the next one."""
+"""The state of a supervised engine, and how its waiters learn of changes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GONE = (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED)
 
 
 class EngineLife:
-    """The state of an engine and the reason for it. Once closed, it stays so. For use in one event loop."""
+    """The state of an engine and the reason for it. CLOSED is final. For use in one event loop."""
 
     def __init__(self, message: str) -> None:
         self.state = EngineState.NEW
         self.message = message
-        self._settled = asyncio.Event()  # set unless the engine is on its way up
+        self._settled = asyncio.Event()  # set unless the engine is starting or recovering
         self.takes_adapters = asyncio.Event()
-        """Set when the engine takes adapters, and when there will be none to take them."""
+        """Set when the engine accepts adapters, and also when no engine ever will."""
 
     @property
     def is_ready(self) -> bool:
@@ -32,7 +32,7 @@ class EngineLife:
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether nothing can be asked of the engine, now and later."""
+        """Return whether the engine is unusable, now and later."""
         return self.state in GONE
 
     def set(self, state: EngineState, message: str) -> None:
@@ -44,10 +44,10 @@ class EngineLife:
             self._settled.clear()
         else:
             self._settled.set()
-            self.takes_adapters.set()  # or there will never be anything to take them, as `state` tells
+            self.takes_adapters.set()  # or no engine will ever take them; waiters check `state`
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the engine is ready. Raises EngineDeadError if that takes too long or is hopeless."""
+        """Wait until the engine is ready. Raises EngineDeadError if that takes too long or cannot happen."""
         if self.state in ON_ITS_WAY:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -62,5 +62,5 @@ class EngineLife:
             raise self.gone(self.message)
 
     def gone(self, reason: str) -> EngineDeadError:
-        """Return the error for those whose engine is gone: of its own kind if it was closed on purpose."""
+        """Return the error for requests whose engine is gone; its own type if it was closed on purpose."""
         return (EngineClosedError if self.state is EngineState.CLOSED else EngineDeadError)(reason)

@@ -1,7 +1,7 @@
-"""The engine process: builds a core and drives it, by the commands of the HTTP process that started it.
+"""The engine process: builds a core and drives it on the commands of the HTTP process that started it.
 
-Run as `python -m loraplex.server.engine_process` with a `Launch` as one JSON line on stdin. Stdin stays
-open for as long as the parent lives, and its end is the child's order to leave.
+Run as `python -m loraplex.server.engine_process` with a `Launch` as one JSON line on stdin. The parent keeps
+stdin open while it lives; when stdin ends, the child exits.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED: Final = 1
 EXIT_PARENT_GONE: Final = 3
 LAST_WORDS_S: Final = 3.0
-"""How long a failed child waits to be heard: the parent ends stdin as soon as it has read why."""
+"""Seconds that a failed child waits for its report to be read: the parent closes stdin once it has read
+it."""
 
 _IDLE_MS: Final = 1000
-"""How long an engine with nothing to do waits before it looks whether all its processes are still there."""
+"""Milliseconds that an idle engine waits before it checks that all its processes still run."""
 _COMMANDS_A_STEP: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_REASON_CHARS: Final = 500
@@ -79,7 +80,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 class EngineLoop:
-    """Commands in, steps, events out; single-threaded."""
+    """Receives commands, runs steps and sends events, in a single thread."""
 
     def __init__(
         self,
@@ -89,8 +90,8 @@ class EngineLoop:
         pool: ReplicaPool,
         host: str = _LOOPBACK,
     ) -> None:
-        """`pool`: where the core looks for adapters before it reads their files. `host`: this machine, as
-        other replicas call it."""
+        """`pool`: where the core looks for adapters before it reads their files. `host`: this machine's
+        address for other replicas."""
         self._core = core
         self._commands = commands
         self._events = events
@@ -100,7 +101,7 @@ class EngineLoop:
         self._told_to_prepare = False
 
     def start(self) -> bool:
-        """Take adapters until Prepare, then get ready for requests on them; False after Shutdown."""
+        """Accept adapters until Prepare, then prepare for requests on them; return False after Shutdown."""
         while not self._told_to_prepare:
             if not self._receive(wait=True):
                 return False
@@ -115,7 +116,7 @@ class EngineLoop:
         return True
 
     def run(self) -> None:
-        """Serve until Shutdown. Any exception of a step is a bug and is left to the caller."""
+        """Serve until Shutdown. Any exception of a step is a bug and propagates to the caller."""
         core = self._core
         while self._receive(wait=not core.has_work() and not core.prepare()):
             if core.has_work():
@@ -128,9 +129,10 @@ class EngineLoop:
             self._send(Outputs(list(outputs)))
 
     def _receive(self, *, wait: bool) -> bool:
-        """Take the commands there are, up to a number; False after Shutdown. `wait` a while for the first.
+        """Handle up to a fixed number of pending commands; return False after Shutdown. With `wait`, wait a
+        while for the first.
 
-        The rest has its turn after the next step: a burst of requests must not hold up those that run.
+        The rest are handled after the next step: a burst of requests must not delay those that run.
         """
         if wait:
             self._commands.poll(_IDLE_MS)
@@ -148,7 +150,8 @@ class EngineLoop:
         return True
 
     def _report_removals(self) -> None:
-        """Also without a step: cancelling the last request of an adapter completes its removal."""
+        """Report completed removals. Also called without a step: cancelling an adapter's last request
+        completes its removal."""
         for version in self._core.take_removed_adapters():
             self._send(AdapterRemoved(version))
 
@@ -205,7 +208,7 @@ class EngineLoop:
 
 
 def import_object(path: str) -> Any:
-    """The object that "package.module:name" means."""
+    """Return the object that "package.module:name" names."""
     module_name, _, qualified_name = path.partition(":")
     found: Any = importlib.import_module(module_name)
     for name in qualified_name.split("."):
@@ -214,8 +217,8 @@ def import_object(path: str) -> Any:
 
 
 def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> tuple[EngineCore, str | None]:
-    """Return the core, and what it costs if that is known. A factory with a parameter `progress` is given a
-    function of (phase, fraction), one with `peers` the pool."""
+    """Return the core, and its costs as JSON if they are known. A factory with a parameter `progress` gets a
+    function of (phase, fraction), one with `peers` gets the pool."""
     factory = import_object(launch.factory)
     config = msgspec.json.decode(
         launch.config, type=import_object(launch.config_type), dec_hook=decode_extra, strict=True
@@ -230,27 +233,27 @@ def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> 
     if not isinstance(config, EngineOptions):
         return core, None
     # Imported here: with numpy and the cost models it takes as long as all other imports of this process,
-    # which come before Listening. The factory of a real engine has imported them by now.
+    # which precede Listening. The factory of a real engine has imported them by now.
     from loraplex.server.engine_costs import costs_of
 
     return core, costs_of(config, core)
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """End this process when its parent does, however the parent ends.
+    """End this process when its parent ends, however that happens.
 
-    Linux's signal needs nothing of this process, so it works deep inside a native call; the end of
-    stdin is the way on systems without it, and how a living parent dismisses a child that still loads.
+    Linux's signal needs no cooperation of this process, so it works deep inside a native call. The end of
+    stdin is used on other systems, and by a living parent to end a child that is still loading.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the signal was ordered
+    if os.getppid() != parent_pid:  # the parent died before the signal was requested
         os._exit(EXIT_PARENT_GONE)
     threading.Thread(target=_wait_for_end_of_stdin, name="parent-watch", daemon=True).start()
 
 
 def _wait_for_end_of_stdin() -> None:
-    # os.read and not sys.stdin, whose lock would be held by this thread when the interpreter ends.
+    # os.read instead of sys.stdin: this thread would hold the lock of sys.stdin when the interpreter exits.
     while os.read(0, 1024):
         pass
     _leave()
@@ -261,15 +264,15 @@ def _leave() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception that is not of our tree."""
+    """Return one line about an exception that is not a LoraplexError."""
     first_line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first_line}"[:_MAX_REASON_CHARS].removesuffix(": ")
 
 
 def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
-    """Build the core and drive it to its end; the exit code of the process."""
+    """Build the core and run it to its end; return the exit code of the process."""
     events = connect_events(context, launch)
-    # One that is started by somebody else than the HTTP process must notice by itself that this is gone.
+    # A process that was not started by the HTTP process must detect by itself that the HTTP process is gone.
     watching = calling_when_cut(events, _leave) if launch.remote is not None else nullcontext()
     with watching:
         return _serve(launch, context, events)
@@ -305,7 +308,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
     try:
         if is_ready:
             gc.collect()
-            gc.freeze()  # a full collection would go through all that was made until now, and hold up a step
+            gc.freeze()  # keep full collections, which delay a step, from traversing all objects made so far
             events.send(encode(ready))
             loop.run()
     except Exception as error:
@@ -317,7 +320,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
 
 
 def _report_failure(events: zmq.Socket[bytes], error: ErrorInfo) -> int:
-    """Say why, and stay until it was read: data still in flight at exit would race with the exit itself."""
+    """Report the error and stay until it was read: data still in flight at exit would race with the exit."""
     flush_logs()  # the parent ends this process as soon as it has read the event
     events.send(encode(Failed(error)))
     time.sleep(LAST_WORDS_S)

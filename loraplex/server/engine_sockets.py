@@ -1,9 +1,10 @@
 """The two sockets between the HTTP process and an engine process, on one machine or between two.
 
-On one machine they are Unix sockets in a folder that nobody else can enter. Between machines they are TCP
-with CurveZMQ: all is encrypted, the engine talks to none but the holder of the key it was started with, and
-the HTTP process to none but the engine whose key it was told (`remote_sockets`). Both sides make their keys
-themselves, and only public ones travel. The HTTP process is CurveZMQ's server on both, whoever binds them.
+On one machine they are Unix sockets in a folder that no other user can enter. Between machines they are TCP
+with CurveZMQ: everything is encrypted, the engine accepts only the holder of the key it was started with, and
+the HTTP process only the engine whose key it was given (`remote_sockets`). Each side generates its own keys,
+and only public keys are exchanged. The HTTP process is the CurveZMQ server of both sockets, whichever side
+binds them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from loraplex.server.protocol_ipc import COMMANDS_SOCKET, EVENTS_SOCKET, Launch,
 KEY_ENCODING: Final = "ascii"
 _HEARTBEAT_MS: Final = 1000
 _SILENCE_MS: Final = 5000
-"""A connection between machines on which nothing came for so long is cut. ZeroMQ's own threads keep it alive,
-whatever the processes do: a process that has no turn at all, or a machine without network, does not."""
+"""Milliseconds without data after which a connection between machines is cut. ZeroMQ's own threads keep it
+alive whatever the process does, so this only catches a process that is not scheduled at all, or a machine
+without network."""
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -42,14 +44,14 @@ class CurveKeys:
 
 
 def new_socket(context: Context, kind: int) -> Socket:
-    """Make a socket that neither drops nor blocks: what waits is bounded by the requests."""
+    """Create a socket that neither drops nor blocks: its queue is bounded by the number of requests."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     return socket
 
 
 def connect_events(context: Context, launch: Launch) -> Socket:
-    """Connect a socket for events, of which a process may have several."""
+    """Connect a socket for events; a process may have several."""
     socket = new_socket(context, zmq.PUSH)
     if launch.remote is None:
         socket.connect(endpoint(launch.socket_dir, EVENTS_SOCKET))
@@ -61,7 +63,7 @@ def connect_events(context: Context, launch: Launch) -> Socket:
 
 
 def bind_commands(context: Context, launch: Launch) -> tuple[Socket, str]:
-    """Bind the socket for commands; returns its address as well."""
+    """Bind the socket for commands; return it and its address."""
     socket = new_socket(context, zmq.PULL)
     if launch.remote is None:
         address = endpoint(launch.socket_dir, COMMANDS_SOCKET)
@@ -73,8 +75,8 @@ def bind_commands(context: Context, launch: Launch) -> tuple[Socket, str]:
 
 @contextmanager
 def calling_when_cut(events: Socket, leave: Callable[[], None]) -> Iterator[None]:
-    """Have `leave` called, in a thread, when the connection of a socket for events is cut."""
-    # Imported here: it imports asyncio, which an engine process on this machine has no use for.
+    """Call `leave` in a thread when the connection of a socket for events is cut."""
+    # Imported here: it imports asyncio, which an engine process on this machine does not need.
     from zmq.utils.monitor import recv_monitor_message
 
     monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
@@ -94,8 +96,8 @@ def calling_when_cut(events: Socket, leave: Callable[[], None]) -> Iterator[None
 
 
 def prepare_connection(socket: Socket) -> None:
-    """Have a socket notice when its one connection to another machine is cut. It makes no second one: what
-    was lost with the first does not come back with it."""
+    """Make a socket detect when its connection to another machine is cut. It does not reconnect: messages
+    lost with the first connection would stay lost."""
     socket.ipv6 = True
     socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
     socket.reconnect_ivl = -1
@@ -108,7 +110,7 @@ def _secure_engine(socket: Socket, remote: Remote) -> None:
 
 
 def bind_any_port(socket: Socket, host: str) -> str:
-    """Bind to a free port of an address; returns it as others connect to it."""
+    """Bind to a free port of an address; return the address that others connect to."""
     is_v6 = ":" in host
     socket.ipv6 = is_v6
     socket.bind(f"tcp://[{host}]:*" if is_v6 else f"tcp://{host}:*")

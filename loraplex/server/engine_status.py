@@ -1,4 +1,4 @@
-"""Where the engine process stands, in words that /health can repeat."""
+"""The state of the engine process, in words that /health can repeat."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatus:
-    """Where the engine process stands. `message` says why when it is not ready; `phase` is what is being done
-    about it, and `fraction` how much of that is done, as far as it is known. `node`: the machine of `pid`, if
-    it is not this one, or the URL of a server that runs elsewhere. `is_dropping`: it answers, but drops
-    requests, and nobody knows whether that will end."""
+    """The state of the engine process. `message` says why it is not ready; `phase` is the current phase of
+    its start and `fraction` the part of it that is done, if known. `node`: the machine of `pid` if it is not
+    this one, or the URL of a server that runs elsewhere. `is_dropping`: it answers but drops requests, and
+    may never recover."""
 
     state: EngineState
     message: str
@@ -37,7 +37,7 @@ class EngineStatus:
     is_dropping: bool = False
 
     def explain(self) -> str:
-        """Return what a person should know, and do, when the engine is not ready."""
+        """Return what a person should know and do when the engine is not ready."""
         match self.state:
             case EngineState.RESTARTING:
                 return f"{self.message}; it is being restarted{progress_words(self.phase, self.fraction)}"
@@ -53,13 +53,15 @@ class EngineStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
-    """One replica of a fleet. `num_in_flight`: requests it was sent that have not ended; `num_sent`: all that
-    it was ever sent; `num_replayed`: those that another one had before; `num_hits`: those that found their
-    adapter in memory. `num_loads`: of adapters; `num_fetches`: those of them that it copied from another
-    replica. `drained`: it is sent no more, by order. `num_placed`:
-    adapters that the placement gives it, but for those that it refuses; `num_refused`: all of the latter;
-    `num_brought`: those that it ever brought in for that;
-    `num_migrated`: requests that ever migrated to it."""
+    """One replica of a fleet.
+
+    `num_in_flight`: requests sent to it that have not ended; `num_sent`: all requests ever sent to it;
+    `num_replayed`: those of them that another replica had before; `num_hits`: those that found their adapter
+    in memory. `num_loads`: loads of adapters; `num_fetches`: loads that copied the adapter from another
+    replica. `drained`: an operator stopped sending it requests. `num_placed`: adapters that the placement
+    gives it, except those it refuses; `num_refused`: adapters it refuses; `num_brought`: adapters it has ever
+    loaded because of a placement; `num_migrated`: requests that ever migrated to it.
+    """
 
     number: int
     status: EngineStatus
@@ -77,20 +79,19 @@ class ReplicaStatus:
 
 
 class Fleet(Protocol):
-    """Replicas that can be looked at, and taken out of service one by one."""
+    """Replicas that can be inspected, and taken out of service one by one."""
 
     @property
     def num_plans(self) -> int:
-        """How often adapters were given other places than before."""
+        """Number of times that the placement of adapters changed."""
         ...
 
     def adapter_states(self, version: str) -> list[str]:
-        """Return in words how each replica stands with a version."""
+        """Return the state of a version on each replica, in words."""
         ...
 
     def holders(self, version: str) -> list[int]:
-        """Return the numbers of the replicas that have a version in memory, as far as that is known. May be
-        called by any thread."""
+        """Return the numbers of the replicas that have a version in memory, as far as known. Thread-safe."""
         ...
 
     @property
@@ -106,7 +107,7 @@ class Fleet(Protocol):
 
 
 def serving_in_words(fleet: Fleet) -> str:
-    """Return how many replicas there are, and how many of them serve if some do not."""
+    """Return the number of replicas as text, and how many of them serve if some do not."""
     replicas = fleet.replicas
     num_ready = sum(each.status.state is EngineState.READY for each in replicas)
     if num_ready == len(replicas):
@@ -115,7 +116,7 @@ def serving_in_words(fleet: Fleet) -> str:
 
 
 def progress_words(phase: str | None, fraction: float | None) -> str:
-    """ " (reading weights, 40%)", or nothing where nothing is known."""
+    """Return the progress as text like " (reading weights, 40%)"; empty if nothing is known."""
     if phase is None:
         return ""
     return f" ({phase})" if fraction is None else f" ({phase}, {fraction:.0%})"

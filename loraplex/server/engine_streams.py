@@ -1,4 +1,4 @@
-"""The requests that an engine process has, and the way of their outputs to those who wait for them."""
+"""The requests of an engine process, and the delivery of their outputs to the streams that wait for them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from loraplex.core.request import EngineOutput
 from loraplex.engine.output_stream import OutputStream
 
 _DELIVERED_PER_TURN: Final = 8
-"""Outputs that are handed to their streams in one turn of the event loop. One takes about 0.1 ms, and 0.4 ms
-if it is the last of an answer."""
+"""Number of outputs delivered to their streams in one iteration of the event loop. One takes about 0.1 ms,
+and 0.4 ms if it is the last of an answer."""
 
 
 class EngineStreams:
-    """A stream for each request, by its id. For use in one event loop."""
+    """The output streams of all requests, by request id. For use in one event loop."""
 
     def __init__(self) -> None:
         self._streams: dict[str, OutputStream] = {}
-        self._undelivered: dict[str, list[EngineOutput]] = {}  # by request, in the order they came
+        self._undelivered: dict[str, list[EngineOutput]] = {}  # by request, in order of arrival
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the ids of the requests."""
@@ -35,10 +35,10 @@ class EngineStreams:
         del self._streams[request_id]
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """Hand outputs to their streams, to a number of these in each turn of the event loop.
+        """Deliver outputs to their streams, a limited number in each iteration of the event loop.
 
-        A step of hundreds of requests wakes as many tasks; other work has its turn in between. What comes for
-        a request that waits its turn goes with it.
+        A step of hundreds of requests wakes as many tasks; other work runs in between. Further outputs of a
+        request that still waits for delivery are delivered together with it.
         """
         is_delivering = bool(self._undelivered)
         for output in outputs:
@@ -47,14 +47,14 @@ class EngineStreams:
             self._take_turn()
 
     def reject(self, request_id: str, error: Exception) -> None:
-        """End a request that the engine refuses, if it is still there."""
+        """End a request that the engine refuses, if it still exists."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.fail(error)
 
     def fail(self, error: Callable[[], Exception], request_id: str | None = None) -> None:
-        """End all requests, or one: what has come of them is delivered, then they raise an error of their
-        own."""
-        self._push(len(self._undelivered))  # an answer that is complete is no error
+        """End all requests, or one: outputs that arrived are delivered, then each request raises its own
+        error."""
+        self._push(len(self._undelivered))  # a complete answer must not become an error
         for each, stream in self._streams.items():
             if request_id in (None, each):
                 stream.fail(error())
@@ -68,6 +68,6 @@ class EngineStreams:
         for request_id in list(islice(self._undelivered, num_requests)):
             outputs = self._undelivered.pop(request_id)
             stream = self._streams.get(request_id)
-            if stream is not None:  # else cancelled while this was on its way
+            if stream is not None:  # else it was cancelled meanwhile
                 for output in outputs:
                     stream.push(output)

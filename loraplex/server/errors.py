@@ -1,4 +1,4 @@
-"""Every error leaves the server in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Convert every error to OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class HeadersTooLargeError(UserError):
 
 
 class HttpVersionError(UserError):
-    """The request is of a version of HTTP that the server does not speak."""
+    """The request has an HTTP version that the server does not support."""
 
 
 class TransferCodingError(UserError):
-    """The request body is sent in a way that the server does not decode."""
+    """The request body has a transfer coding that the server does not decode."""
 
 
 class ContentEncodingError(UserError):
@@ -74,7 +74,7 @@ class ContentEncodingError(UserError):
 
 
 class QueueFullError(UserError):
-    """More requests wait, or more tokens of them (`kind`), than the server accepts."""
+    """Too many requests, or too many of their tokens (`kind`), are waiting."""
 
     def __init__(self, message: str, *, kind: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -83,11 +83,12 @@ class QueueFullError(UserError):
 
 
 class BusyError(UserError):
-    """The server holds as many request bodies as it may."""
+    """The server is busy: it has too many request bodies or connections, or could not stage a version in
+    time."""
 
 
 class UnauthorizedError(UserError):
-    """No API key, or a wrong one."""
+    """The API key is missing or wrong."""
 
 
 class InvalidHostError(UserError):
@@ -95,7 +96,7 @@ class InvalidHostError(UserError):
 
 
 class ForbiddenError(UserError):
-    """The server does not do this for this client."""
+    """The server does not allow this client to do this."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -107,7 +108,7 @@ class ServerStartingError(EngineDeadError):
 
 
 class NotServedError(UserError):
-    """The adapter to change is not there."""
+    """The adapter to change is not served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +121,7 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """The words that stand behind the status."""
+        """The phrase of the HTTP status."""
         return HTTPStatus(self.status).phrase
 
     def body(self) -> bytes:
@@ -133,7 +134,8 @@ class HttpError:
 
 
 def describe(error: Exception) -> HttpError:
-    """How an exception is shown to a client. What is not in our tree shows nothing of itself."""
+    """Return how an exception is shown to a client. Exceptions that are not LoraplexErrors reveal no
+    details."""
     message = str(error)
     match error:
         case ContextLengthError():  # clients shorten the conversation when they see this code
@@ -149,11 +151,11 @@ def describe(error: Exception) -> HttpError:
         case AdapterFormatError():
             return _http_error(400, message, param=error.field or "lora_path")
         case AdapterFetchError():
-            # What the hub, the network or the disk is short of: the message says what to do, so not a 5xx.
+            # The hub, the network or the disk is at fault, and the message says what to do: not a 5xx.
             return _http_error(400, message, param="lora_path", code="adapter_fetch_failed")
         case AdapterMismatchError():
             return _http_error(400, message, param="lora_path")
-        case AdapterError():  # of a request, not of a load: the adapter was good once
+        case AdapterError():  # raised for a request, not for a load: the adapter was valid once
             return _http_error(400, message, param="model", code="adapter_unavailable")
         case PathNotAllowedError():
             return _http_error(403, message, param="lora_path", code="path_not_allowed")
@@ -174,7 +176,7 @@ def describe(error: Exception) -> HttpError:
             headers = {"accept-encoding": "identity"}  # in a 415: what the server would accept
             return _http_error(415, message, code="unsupported_content_encoding", headers=headers)
         case QueueFullError():
-            # Type and code as OpenAI's own: its clients wait for `retry-after` and try again by themselves.
+            # Type and code are OpenAI's: its clients wait for `retry-after` and retry by themselves.
             headers = {"retry-after": str(error.retry_after_s)}
             return _http_error(429, message, code="rate_limit_exceeded", kind=error.kind, headers=headers)
         case BusyError():
@@ -214,7 +216,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_our_error(request: Request, error: Exception) -> Response:
         http_error = describe(error)
         request_record(request.scope).fail(error)
-        # A dead engine is logged once by its supervisor, not again by everyone who asks for it.
+        # A dead engine is logged once by its supervisor, not again for every request.
         is_ours = http_error.status >= 500 or isinstance(error, StorageError)
         if is_ours and not isinstance(error, EngineDeadError):
             logger.warning("%s %s: %s", request.method, request.url.path, error)
@@ -231,10 +233,10 @@ def install_error_handlers(app: FastAPI) -> None:
         return _http_error(error.status_code, message, headers=headers).response()
 
     async def on_hang_up(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody is there to read it
+        return Response(status_code=499)  # the client is gone, so nobody reads it
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # Starlette raises it again after the answer, so that the server logs the traceback.
+        # Starlette raises it again after the response, so that the server logs the traceback.
         return describe(error).response()
 
     app.add_exception_handler(LoraplexError, on_our_error)
@@ -252,17 +254,17 @@ def _http_error(
     kind: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> HttpError:
-    """`kind`: the error's type, where it is not simply the client's or the server's."""
+    """Return an HTTP error. `kind`: the error's type, if it does not follow from the status."""
     kind = kind or (SERVER_ERROR if status >= 500 else INVALID_REQUEST)
     detail = ErrorDetail(message=_encodable(message), type=kind, param=param, code=code)
     return HttpError(status=status, detail=detail, headers=headers or {})
 
 
 def _without_paths(message: str) -> str:
-    """An engine says why it died in words that were meant for its operator, and may name files."""
+    """Replace file paths in an engine's reason for its death, which was written for the operator."""
     return _PATH.sub("(a path)", message)
 
 
 def _encodable(text: str) -> str:
-    """Messages quote what a client sent or a file is called, which need not be valid Unicode."""
+    """Replace invalid Unicode: messages quote what a client sent, or file names."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""How an error that ends a request counts, in the metrics and in the request log."""
+"""Classify an error that ends a request, for the metrics and the request log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from loraplex.core.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The error that ended a request. `kind` is its class: messages may quote what a client sent.
+    """The error that ended a request. `kind` is its class, because its message may quote what a client sent.
 
-    `finish_reason` is that of the choices which it left unfinished.
+    `finish_reason` is that of the choices it left unfinished.
     """
 
     kind: str
@@ -20,6 +20,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error. A server that shuts down has not failed: it cancels what it does not finish."""
+        """Describe an error. A server that shuts down has not failed: it cancels the requests it does not
+        finish."""
         is_shutdown = isinstance(error, EngineClosedError)
         return cls(type(error).__name__, FinishReason.CANCELLED if is_shutdown else FinishReason.ERROR)

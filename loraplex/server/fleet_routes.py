@@ -1,4 +1,4 @@
-"""The replicas of a fleet: where they stand, and which of them take requests."""
+"""Routes for the replicas of a fleet: their states, and which of them take requests."""
 
 from __future__ import annotations
 

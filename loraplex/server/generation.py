@@ -1,4 +1,5 @@
-"""One generation request, from validated input to the last byte sent: what chat and completions share."""
+"""One generation request, from validated input to the last byte sent: the common part of chat and
+completions."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _STREAM_HEADERS = [
 
 @dataclass(kw_only=True)
 class ChoiceResult:
-    """One choice as it grows."""
+    """One choice, accumulated from deltas."""
 
     text_parts: list[str] = field(default_factory=list)
     sampled_ids: list[int] = field(default_factory=list)
@@ -62,25 +63,25 @@ class ChoiceResult:
 
 
 class AnswerFormat(Protocol):
-    """How results become JSON: chat or plain completions."""
+    """The conversion of results to JSON, for chat or plain completions."""
 
     def chunks(self, batch: Sequence[TextDelta]) -> bytes:
-        """The stream events for a batch of deltas; may be empty."""
+        """Return the stream events for a batch of deltas; may be empty."""
         ...
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        """The last event of a stream that reports its usage."""
+        """Return the last event of a stream, which reports its usage."""
         ...
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> msgspec.Struct:
-        """The whole answer of a request that does not stream."""
+        """Return the whole answer of a request that does not stream."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Everything about one request that was accepted. `prompt_only`: what is generated does not count.
-    `output_token_ids`: the beginning of the answer, made elsewhere."""
+    """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
+    the beginning of the answer, generated elsewhere."""
 
     request_id: str
     checked: CheckedPrompts
@@ -92,12 +93,12 @@ class Generation:
 
 
 class GenerationResponse(Response):
-    """Runs a generation while its client is there, and sends what comes of it.
+    """Runs a generation while its client is connected, and sends the results.
 
-    Not a StreamingResponse: each engine batch goes out as one ASGI message without a task switch. The headers
-    of a stream go out when the engine has queued the request, however long it will wait there; a refusal by
-    the engine comes before that and is a proper HTTP error. What follows has a task of its own: each token
-    wakes only what it passes through, not all that is around a request.
+    This is no StreamingResponse: each batch of the engine is sent as one ASGI message without a task switch.
+    The headers of a stream are sent when the engine has queued the request, however long it will wait there;
+    a refusal by the engine comes earlier and is a proper HTTP error. The rest runs in its own task: a token
+    wakes only the code it passes through, not everything around a request.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class GenerationResponse(Response):
         try:
             await run_until_disconnect(work, receive, self._pacer)
         except ClientDisconnect:
-            pass  # nobody is there to be answered
+            pass  # the client is gone
         except Exception as error:
             self._meter.fail(error)
             raise
@@ -146,7 +147,7 @@ class GenerationResponse(Response):
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:
-        """Count a batch; returns those of its deltas that hold something."""
+        """Count a batch; return its deltas that are not empty."""
         deltas = [delta for delta in batch if not delta.is_empty]
         if deltas:
             self._meter.on_batch(deltas)
@@ -192,7 +193,7 @@ class GenerationResponse(Response):
             async for batch in batches:
                 await self._send_chunks(send, batch)
         except Exception as error:
-            # The status has been sent: the stream itself must say what went wrong, then end.
+            # The status has been sent: the stream itself must report the error, then end.
             self._meter.fail(error)
             if not isinstance(error, LoraplexError):
                 logger.exception("a stream failed")
@@ -222,7 +223,7 @@ class _UsageCount:
         for delta in batch:
             if not self._prompt_only:
                 self._num_completion_tokens += delta.num_sampled
-            # A prompt is counted once however many choices it has, and so is what was cached of it.
+            # A prompt and its cached tokens are counted once, however many choices it has.
             if delta.num_cached_tokens and delta.choice % self._num_siblings == 0:
                 self._num_cached_tokens[delta.choice] = delta.num_cached_tokens
 
@@ -246,5 +247,5 @@ def now_unix_s() -> int:
 
 
 def head_bytes(fields: dict[str, Any]) -> bytes:
-    """The fixed beginning of every chunk of one stream, up to and including `"choices":[`."""
+    """Return the fixed beginning of every chunk of one stream, up to and including `"choices":[`."""
     return b"data: " + msgspec.json.encode(fields)[:-1] + b',"choices":['

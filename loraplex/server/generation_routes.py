@@ -31,7 +31,7 @@ from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
-# Prompts × n of one request; each is a request of its own to the engine.
+# Prompts × n of one request; each becomes a separate engine request.
 MAX_CHOICES_PER_REQUEST: Final = 2048
 _ERRORS: Final = (401, 404, 429, 500, 503)
 
@@ -71,9 +71,9 @@ def generation_router(deps: ServerDeps) -> APIRouter:
 
 
 def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
-    """Hold the model that a request asks for, and note it in the request's log record.
+    """Lease the model that a request names, and note it in the request's log record.
 
-    Where a canary is on trial a user, if the request names one, is always answered by the same version.
+    If the name has a canary, a user named by the request is always answered by the same version.
     """
     record = request_record(request.scope)
     record.ask(body.model)
@@ -110,7 +110,7 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
             include_usage=generation.include_usage,
         )
         response = _response(deps, request, generation, chat_format, ticket)
-        on_failure.pop_all()  # the response gives back what it uses
+        on_failure.pop_all()  # the response releases them
         return response
 
 
@@ -149,7 +149,7 @@ async def _start_completion(
             logprobs_by_id=bool(body.return_tokens_as_token_ids),
         )
         response = _response(deps, request, generation, completion_format, ticket)
-        on_failure.pop_all()  # the response gives back what it uses
+        on_failure.pop_all()  # the response releases them
         return response
 
 
@@ -201,7 +201,8 @@ def _response(
 
 
 def _num_choices(body: CompletionRequest, params: SamplingParams) -> int:
-    """Prompts × n, counted without going through the prompts' tokens."""
+    """Return prompts × n, counted without iterating over the prompts' tokens. Raises InvalidRequestError if
+    that is too many."""
     prompt = body.prompt
     num_prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
     if num_prompts * params.n > MAX_CHOICES_PER_REQUEST:
@@ -216,7 +217,7 @@ def _num_choices(body: CompletionRequest, params: SamplingParams) -> int:
 async def _encode(
     text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
 ) -> tuple[CheckedPrompts, list[EchoedPrompt] | None]:
-    """The prompts as tokens, checked, and what `echo` repeats of them."""
+    """Return the prompts as checked tokens, and the text that `echo` repeats."""
     if body.output_token_ids:
         _check_begun(text_engine, body, params)
     prompts = await _prompts(text_engine, body, params)
@@ -225,7 +226,7 @@ async def _encode(
 
 
 def _check_begun(text_engine: TextEngine, body: CompletionRequest, params: SamplingParams) -> None:
-    """Refuse an answer made elsewhere where it cannot be gone on with."""
+    """Refuse an answer begun elsewhere if it cannot be continued here."""
     param = "output_token_ids"
     assert body.output_token_ids
     if isinstance(body.prompt, str) or not (body.prompt and isinstance(body.prompt[0], int)):
@@ -247,7 +248,7 @@ def _check_begun(text_engine: TextEngine, body: CompletionRequest, params: Sampl
 async def _prompts(
     text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
 ) -> list[list[int]]:
-    """The four forms of `prompt` as lists of token ids."""
+    """Return the four forms of `prompt` as lists of token ids."""
     encoder, special = text_engine.prompts, body.add_special_tokens is not False
     if isinstance(body.prompt, str):
         _refuse_empty([body.prompt])
@@ -255,7 +256,7 @@ async def _prompts(
     items = body.prompt
     if not items:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
-    if isinstance(items[0], int):  # one prompt, whose length is looked at before its ids are
+    if isinstance(items[0], int):  # one prompt: its length is checked before its ids
         text_engine.check_length(len(items), params)
     if all(isinstance(item, int) for item in items):
         return [[item for item in items if isinstance(item, int)]]
@@ -272,7 +273,8 @@ async def _prompts(
 
 
 def _refuse_empty(texts: Sequence[str]) -> None:
-    """Refuse empty texts, by the text itself: many tokenizers make a beginning-of-text token of nothing."""
+    """Refuse empty texts. The text itself is checked: many tokenizers turn nothing into a beginning-of-text
+    token."""
     if "" in texts:
         raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
 
@@ -280,7 +282,7 @@ def _refuse_empty(texts: Sequence[str]) -> None:
 async def _echoed(
     text_engine: TextEngine, body: CompletionRequest, prompts: Sequence[Sequence[int]]
 ) -> list[EchoedPrompt]:
-    """Return what `echo` repeats: the texts as they were sent, or the texts of the tokens."""
+    """Return the prompts that `echo` repeats: the texts as they were sent, or the texts of the tokens."""
     tokenizer, given = text_engine.tokenizer, body.prompt
 
     def echo() -> list[EchoedPrompt]:

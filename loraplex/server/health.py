@@ -1,10 +1,10 @@
-"""What /health, /health/ready and /health/live answer, and what a server answers that still starts.
+"""The answers of /health, /health/ready and /health/live, and those of a server that is still starting.
 
-/health/live     200 from the first moment: the process is there, do not start another
-/health/ready    200 when requests are served at full speed; 503 with what is being done before that, and
-                 while the engine restarts, or while all servers of a fleet refuse all of its adapters.
-                 Where the fleet's own engines do, or the only one does, it is 200 with the reason: the base
-                 model is served, and another server that is started alike would do no better.
+/health/live     200 from the first moment: the process runs, do not start another
+/health/ready    200 when requests are served at full speed; 503 with the current phase before that, while
+                 the engine restarts, or while all servers of a fleet refuse all of its adapters. If the
+                 fleet's own engines or a single engine refuse them, it is 200 with the reason: the base
+                 model is served, and another server started the same way would do no better.
                  /health is the same.
 """
 
@@ -37,8 +37,8 @@ def live_response() -> Response:
 def ready_response(
     status: EngineStatus, why_no_adapters: str | None = None, *, is_ready_without: bool = True
 ) -> Response:
-    """`why_no_adapters`: why an engine that is ready serves none of its adapters, None if it serves any, or
-    is to serve none. `is_ready_without`: it is ready all the same."""
+    """Return the answer of /health/ready. `why_no_adapters`: why a ready engine serves none of its adapters;
+    None if it serves any, or has none to serve. `is_ready_without`: it counts as ready nevertheless."""
     if status.state is EngineState.READY and why_no_adapters is not None and not is_ready_without:
         return _not_ready(EngineDeadError(why_no_adapters), EngineState.STARTING, "adapters", None)
     if status.state is EngineState.READY:
@@ -61,9 +61,9 @@ def _json(body: msgspec.Struct, status: int, headers: dict[str, str] | None = No
 
 
 class FrontApp:
-    """An ASGI application to listen with before there is one. Until `app` is set to that, every request is
-    told how far the start has come; the request log and the guard against web pages are there already.
-    `progress` is what is being done."""
+    """The ASGI application that listens while the server starts. Until `app` is set to the real one, every
+    request is answered with the progress of the start (`progress`); the request log and the web guard are
+    already active."""
 
     def __init__(self, *, web: WebAccess, clock: Clock) -> None:
         guarded = WebGuardMiddleware(self._tell_progress, access=web)

@@ -1,7 +1,7 @@
-"""Signs of life of the engine process, and what their absence means.
+"""Heartbeats of the engine process, and the meaning of their absence.
 
-A process that is stopped, or so deep in trouble that none of its threads has a turn, does not end: nothing
-but its silence tells. A long step is not silent: another thread than the one that steps gives the signs.
+A process that is stopped, or in which no thread is scheduled, does not exit: only its silence shows it. A
+long step is not silent: heartbeats come from another thread than the one that steps.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import zmq
 from loraplex.server.protocol_ipc import Alive, encode
 
 BEAT_S: Final = 0.25
-"""How often the engine process gives a sign, and how often its parent looks."""
+"""Seconds between heartbeats of the engine process, and between checks by its parent."""
 
 
 class Heartbeat:
-    """In the engine process: gives signs of life, by a thread with a socket of its own, until it is left."""
+    """Sends heartbeats from the engine process, in a thread with its own socket, until the context ends."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        """`socket`: for events, and for nothing else; it is closed at the end."""
+        """`socket`: a socket for events that is used for nothing else; it is closed at the end."""
         self._socket = socket
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -46,17 +46,18 @@ class Heartbeat:
 
 
 class Signs(Enum):
-    """What is to be thought of a process by its signs of life."""
+    """The state of a process judged by its heartbeats."""
 
     ALIVE = auto()
     SILENT = auto()
-    """It may come back, but nobody should wait for it."""
+    """It may come back, but its requests must not wait for it."""
     LOST = auto()
-    """It is not waited for any longer."""
+    """It is given up."""
 
 
 class Silence:
-    """In the parent: for how long the process has been silent, as far as the parent was awake to hear it."""
+    """The parent's measure of how long the process has been silent, counting only time that the parent itself
+    was running."""
 
     def __init__(self, *, silent_s: float, lost_s: float) -> None:
         self._silent_s = silent_s
@@ -65,8 +66,9 @@ class Silence:
         self.seconds = 0.0
 
     def look(self, num_heard: int) -> Signs:
-        """To be called every `BEAT_S` with the number of events heard so far; each call counts for no more
-        than that, as a parent that was itself held up has not listened."""
+        """Return the state of the process. Must be called every `BEAT_S` with the number of events received
+        so far. Each call counts for at most `BEAT_S`, because a parent that was delayed itself has not
+        listened."""
         is_silent = num_heard == self._num_heard
         self._num_heard = num_heard
         self.seconds = self.seconds + BEAT_S if is_silent else 0.0

@@ -57,7 +57,8 @@ def may_ask_for_health(data: bytes) -> bool:
 
 
 def asks_for_health(url: bytes) -> bool:
-    """Return whether a path or an absolute URL is one that is answered when all connections are in use."""
+    """Return whether a path or an absolute URL is one that is answered even when all connections are in
+    use."""
     try:
         return httptools.parse_url(url).path in _HEALTH_PATHS
     except httptools.HttpParserInvalidURLError:

@@ -1,9 +1,9 @@
-"""Bytes that a connection has received and the parser has not seen yet, in slices, and when more may come.
+"""The bytes that a connection has received but not parsed yet, cut into slices, and its flow control.
 
-The parser calls back for everything in the bytes that it is given: for thousands of requests in one read, or
-for tens of thousands of chunks of one byte. A slice ends where a request may end, so that at most one does:
+The parser calls back for everything in the bytes it is given: thousands of requests in one read, or tens of
+thousands of one-byte chunks. A slice ends where a request may end, so that it completes at most one:
 
-    headers, and bodies in chunks     at the first blank line, and after SLICE_BYTES at the latest
+    headers, and chunked bodies       at the first blank line, and after SLICE_BYTES at the latest
     bodies with a Content-Length      at their last byte; these are one callback, however long they are
 """
 
@@ -24,7 +24,7 @@ class HttpInput:
 
     def __init__(self) -> None:
         self._unparsed = bytearray()
-        self._tail = b""  # the last bytes that were taken, where a blank line may have begun
+        self._tail = b""  # the last bytes taken, which may hold the start of a blank line
 
     def __len__(self) -> int:
         return len(self._unparsed)
@@ -36,12 +36,12 @@ class HttpInput:
         self._unparsed.clear()
 
     def take_body(self, num_bytes: int) -> bytes:
-        """Remove and return up to so many bytes, which are left of a body."""
+        """Remove and return up to `num_bytes` bytes of a body."""
         self._tail = b""
         return self._take(num_bytes)
 
     def take_lines(self) -> bytes:
-        """Remove and return a slice of headers or of a body in chunks."""
+        """Remove and return a slice of headers or of a chunked body."""
         start = len(self._tail)
         end = (self._tail + self._unparsed[:SLICE_BYTES]).find(_BLANK_LINE)
         taken = self._take(SLICE_BYTES if end < 0 else end + len(_BLANK_LINE) - start)
@@ -56,7 +56,7 @@ class HttpInput:
 
 
 class InputFlow(FlowControl):
-    """uvicorn's flow control for input that may be in this process already: `on_resume` goes on with it."""
+    """uvicorn's flow control for input that may already be in this process: `on_resume` continues with it."""
 
     def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
         super().__init__(transport)

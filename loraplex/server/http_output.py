@@ -1,5 +1,5 @@
-"""What is written to a connection in other ways than uvicorn's: refusals, streams to HTTP/1.0 clients, and
-answers to clients that wait before they send a body."""
+"""Writes to a connection that uvicorn does not do: refusals, streams to HTTP/1.0 clients, and responses to
+clients that wait for 100 Continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex.server.request_log import REQUEST_ID_HEADER
 
 
 def refusal_bytes(error: HttpError, request_id: str) -> bytes:
-    """An answer that the application has no part in and that ends the connection."""
+    """Return a response that is sent without the application and ends the connection."""
     body = error.body()
     head = [
         f"HTTP/1.1 {error.status} {error.reason}",
@@ -26,8 +26,8 @@ def refusal_bytes(error: HttpError, request_id: str) -> bytes:
 
 
 def send_until_close(cycle: RequestResponseCycle) -> None:
-    """Send a response of unknown length as it is, not in chunks, which HTTP/1.0 does not know. It ends where
-    the connection is closed, which uvicorn does after each response to such a request."""
+    """Send a response of unknown length unchunked, since HTTP/1.0 has no chunks. It ends when the connection
+    is closed, which uvicorn does after each response to such a request."""
     send, has_length = cycle.send, True
 
     async def send_plainly(message: Any) -> None:
@@ -46,8 +46,8 @@ def send_until_close(cycle: RequestResponseCycle) -> None:
 
 
 def close_unless_continued(cycle: RequestResponseCycle) -> None:
-    """Let a response be the connection's last if its client was never told to send the body (100 Continue):
-    whether the body comes after all cannot be known, and so not where the next request begins."""
+    """Close the connection after this response if its client was never told to send the body (100 Continue):
+    the body may still come, so it is unknown where the next request would begin."""
     send = cycle.send
 
     async def send_and_close(message: Any) -> None:

@@ -1,14 +1,12 @@
-"""HTTP connections within bounds: time for headers, their size and number, and how much is parsed before it
-is answered.
+"""HTTP connections with limits: time for headers, their size and number, and how much is parsed ahead.
 
     connection_made ──▶ IDLE ──headers complete──▶ ACTIVE ──response complete──▶ IDLE (kept alive)
                          │ no complete headers within header_timeout_s, or beyond max_header_*
                          ▼
                        closed
 
-What clients send is parsed in slices, in turns with other connections, and no further than a few requests
-beyond the one that is being answered. A little more is read to notice a client that leaves; then TCP holds it
-back.
+Input is parsed in slices, alternating with other connections, and only a few requests ahead of the one being
+answered. A little more is read to notice a client that disconnects; beyond that, TCP holds it back.
 """
 
 from __future__ import annotations
@@ -38,31 +36,31 @@ from loraplex.server.request_log import logger as request_logger
 from loraplex.server.request_log import new_request_id
 
 _MAX_PIPELINED: Final = 4
-"""Requests of one connection that may stand behind the one that is being answered."""
+"""Number of requests of one connection that may wait behind the one being answered."""
 _MAX_HELD_BYTES: Final = 64 * 2**10
-"""Unparsed bytes of one connection with which no more is read."""
+"""Unparsed bytes of one connection at which reading pauses."""
 _NO_PLACE: Final = "the server has as many connections as it takes; try again"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's connection with the bounds above."""
+    """uvicorn's connection with the limits above."""
 
     def __init__(self, *args: Any, book: ConnectionBook, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._book = book
         self._is_active = False  # a request is being answered
-        self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
-        self._reads_message = False  # its body is not complete, or of one that was answered before that
+        self._answered: RequestResponseCycle | None = None  # that request, or the last one answered
+        self._reads_message = False  # a body is incomplete, perhaps of a request answered already
         self._num_header_bytes = 0
-        self._num_header_fields = 0  # of the request that is being read
-        self._num_chunk_overhead_bytes = 0  # of a body in chunks, without what is in them
-        self._num_body_bytes_left = 0  # of a body whose length is known
+        self._num_header_fields = 0  # of the request being read
+        self._num_chunk_overhead_bytes = 0  # of a chunked body, without the chunks' data
+        self._num_body_bytes_left = 0  # of a body of known length
         self._input = HttpInput()
-        self._failure: Exception | None = None  # of what came behind requests that are being answered
-        self._needs_parser = False  # as this one takes no more requests
-        self._waits_to_parse = False  # until it is this connection's turn
+        self._failure: Exception | None = None  # of input behind requests that are being answered
+        self._needs_parser = False  # because this one accepts no more requests
+        self._waits_to_parse = False  # for this connection's turn
         self._timer: asyncio.TimerHandle | None = None
-        self._places: Places | None = None  # which it has one of
+        self._places: Places | None = None  # the kind of place it has
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -86,8 +84,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._book.parsing.do(self._parse, urgent=is_first and may_ask_for_health(data))
 
     def eof_received(self) -> None:
-        """The client sends no more. Its connection is closed: half of it looks like a client that left.
-        Requests that wait to be parsed are dropped: when a burst leaves, to begin them all would take long.
+        """Handle the end of the client's input. The connection is closed: a half-closed one looks like a
+        client that left. Requests that wait to be parsed are dropped: when a burst of clients leaves,
+        starting all of them would take long.
         """
         if self._may_parse and self._reads_message:
             self._parse_slice()  # the end of a body
@@ -103,7 +102,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_header_fields += 1
         check_header_fields(self._num_header_fields, self._book.limits)
-        if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
+        if self._reads_message:  # trailers of a chunked body: unused, but counted
             self._num_header_bytes += len(name) + len(value)
         else:
             super().on_header(name, value)
@@ -143,12 +142,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         check_header_bytes(self._num_header_bytes, self._book.limits)
         super().on_message_complete()
-        # `Connection: close` behind a body in chunks, which the parser would obey without a word.
+        # A `Connection: close` after a chunked body, which would make the parser silently stop.
         self._needs_parser = self.cycle.keep_alive and not self.parser.should_keep_alive()
         self._reads_message = False
         self._num_header_bytes = self._num_body_bytes_left = 0
         self._stop_timer()
-        if not self._is_active:  # the body of a request that was answered before it came
+        if not self._is_active:  # the request was answered before its body arrived
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -169,8 +168,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._input or self._num_header_bytes:
                 self._places.began_request(self)
             if self._reads_message or self._num_header_bytes:
-                # The rest of a body that was refused before it came, or of the next request's headers: both
-                # are read, but not for ever.
+                # The rest of a body that was refused early, or of the next request's headers: both are read,
+                # but only until the timeout.
                 self._unset_keepalive_if_required()
                 self._start_timer()
         if self._input:
@@ -179,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._input.clear()
-        if self._answered is not None:  # uvicorn tells only the last request that its client has left
+        if self._answered is not None:  # uvicorn notifies only the last request
             self._answered.disconnected = True
             self._answered.message_event.set()
         if isinstance(exc, TimeoutError):
@@ -189,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def give_way(self) -> None:
-        """Close a connection that is not active, as another one needs its place."""
+        """Close this connection, which is not active, because another one needs its place."""
         if self._awaits_headers and (self._num_header_bytes or self._input):
             self._refuse(BusyError(_NO_PLACE))
         else:
@@ -210,12 +209,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._book.parsing.do_later(self._parse)
 
     def _parse(self) -> bool:
-        """Parse a slice if that may be now; returns whether there is more."""
+        """Parse a slice if that is possible now; return whether there is more."""
         if self._may_parse:
             self._parse_slice()
         if self._num_body_bytes_left > 0 and self._may_parse:
-            # What is there of a body goes with its headers: one callback, however long it is. A request that
-            # is let in so has its body, or those that wait for theirs would all go on in one turn.
+            # A body is parsed together with its headers: it is one callback, however long it is. A request
+            # admitted this way has its body; otherwise all requests waiting for theirs would continue in the
+            # same iteration.
             self._parse_slice()
         if self._holds_back_body:
             self._fail(BusyError("a large body came behind a request that is not answered yet; send it then"))
@@ -230,7 +230,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _holds_back_body(self) -> bool:
-        """True if so much of a body waits behind other requests that its client could leave unnoticed."""
+        """Return whether so much of a body waits behind other requests that its client could disconnect
+        unnoticed."""
         is_behind = self._reads_message and bool(self.pipeline)
         return is_behind and len(self._input) >= _MAX_HELD_BYTES and not self._may_parse
 
@@ -240,13 +241,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             data = self._input.take_lines()
         if not self._reads_message and self._num_header_bytes == 0:
-            data = data.lstrip(b"\r\n")  # blank lines between requests, which ask for nothing
+            data = data.lstrip(b"\r\n")  # blank lines between requests are ignored
             if not data:
                 return
         self._unset_keepalive_if_required()
         if self._awaits_headers:
             self._start_timer()
-        if not self._reads_message:  # headers, also those of a request behind the one that is answered
+        if not self._reads_message:  # headers, possibly of a pipelined request
             self._num_header_bytes += len(data)
         else:
             self._num_chunk_overhead_bytes += len(data)
@@ -261,7 +262,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             check_header_bytes(self._num_header_bytes, self._book.limits)
             check_chunk_bytes(self._num_chunk_overhead_bytes, self._book.limits)
         except httptools.HttpParserError as error:
-            cause = error.__context__  # what a callback of ours raised
+            cause = error.__context__  # the error that our callback raised
             if not isinstance(cause, UserError):
                 cause = InvalidRequestError(
                     "this is not a valid HTTP/1.1 request; is it meant for another port?"
@@ -271,7 +272,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._fail(error)
 
     def _stops_at_upgrade(self, data: bytes) -> bool:
-        """Parse bytes; return whether the parser leaves what follows them to another protocol."""
+        """Parse bytes; return whether the parser expects another protocol after them."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -279,8 +280,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return False
 
     def _ordinary_place(self) -> Places:
-        """Leave the places for health checks. Raises BusyError if there is no other, or if the connection is
-        answering a health check: that answer is its last."""
+        """Move out of the places for health checks. Raises BusyError if there is no other place, or if the
+        connection is answering a health check, which is its last response."""
         places = None if self._is_active else self._book.move_to_ordinary(self)
         if places is None:
             raise BusyError(_NO_PLACE)
@@ -288,12 +289,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _ignores_upgrade(self) -> bool:
-        """True if the parser leaves a request's body out, as it takes what follows for another protocol."""
+        """Return whether the parser skips a request's body for a protocol upgrade, which we ignore."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _feed_head_without_upgrade(self) -> None:
-        """Let another parser begin with the same request and go on with its body. RFC 9110 lets a server
-        ignore what a client would like to upgrade to (h2c of `curl --http2` and Java's clients, WebSockets).
+        """Let a new parser begin with the same request and continue with its body. RFC 9110 lets a server
+        ignore the protocol that a client offers to upgrade to (h2c of `curl --http2` and Java's clients,
+        WebSockets).
         """
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
@@ -304,14 +306,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _renew_parser(self) -> None:
         self._needs_parser = False
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
 
     @property
     def _awaits_headers(self) -> bool:
         return not self._is_active and not self._reads_message
 
     def _start_timer(self) -> None:
-        """Start the time for headers, unless it runs: no byte starts it anew, so a drip ends as well."""
+        """Start the timer for headers unless it runs: further bytes do not restart it, so slow clients time
+        out too."""
         if self._timer is None:
             self._timer = self.loop.call_later(self._book.limits.header_timeout_s, self._on_timeout)
 
@@ -324,32 +327,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._book.timed_out()
-        if self._num_header_bytes == 0:  # nothing was asked, so nothing is answered
+        if self._num_header_bytes == 0:  # no request was begun, so there is no response
             self.transport.close()
             return
         timeout_s = self._book.limits.header_timeout_s
         self._refuse(HeaderTimeoutError(f"the request's headers did not arrive within {timeout_s:g} seconds"))
 
     def _fail(self, error: Exception) -> None:
-        """Refuse what is being read when all requests before it were answered. What follows is dropped."""
+        """Refuse the request being read once all requests before it were answered. Later input is dropped."""
         self._failure = error
         self._input.clear()
-        self.flow.resume_reading()  # to notice when the client leaves
+        self.flow.resume_reading()  # to notice when the client disconnects
         if self._reads_message and self.pipeline:
-            self.pipeline.popleft()  # its turn has not come
+            self.pipeline.popleft()  # it has not been started
             self._reads_message = False
         if self._reads_message or not self._is_active:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
-        """Answer without the application, and close; without a word if the request has an answer already."""
+        """Respond without the application, and close; only close if the request already has a response."""
         if self.transport.is_closing() or (self._reads_message and self.cycle.response_started):
             self.transport.close()
             return
         http_error, request_id = describe(error), new_request_id()
         self.transport.write(refusal_bytes(http_error, request_id))
         self.transport.close()
-        # Only when debugging: whoever opens connections can cause any number of these.
+        # At level debug only: anyone who opens connections can cause any number of these.
         request_logger.debug(
             "refused",
             extra=fields(

@@ -1,4 +1,5 @@
-"""Adapters of the Hugging Face hub for a server: who may be fetched, and downloads beside everything else."""
+"""Adapters from the Hugging Face hub: which repositories may be fetched, and downloads in their own
+threads."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _MAX_DOWNLOADS: Final = 4
 
 
 class HubAdapters:
-    """`allowed` is what requests may have fetched. Downloads have threads of their own: those that the
-    server's other work shares must not wait for a slow network."""
+    """`allowed`: the repositories that requests may have fetched. Downloads have their own threads, so that
+    the server's other work does not wait for a slow network."""
 
     def __init__(
         self, allowed: AllowedRepos | None = None, *, fetch: Callable[[HubRepo], Path] = fetch_adapter
@@ -27,11 +28,11 @@ class HubAdapters:
         self._threads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="fetch-adapter")
 
     async def fetch(self, repo: HubRepo) -> Path:
-        """The folder of the adapter, when it is there whole. Raises AdapterError."""
+        """Fetch a repository and return the adapter's folder. Raises AdapterError."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, repo)
 
     def fetch_many(self, repos: Sequence[HubRepo]) -> list[Path | AdapterError]:
-        """For each repository in order its folder or the error, from synchronous code."""
+        """Fetch repositories from synchronous code; return for each, in order, its folder or the error."""
 
         def fetch_one(repo: HubRepo) -> Path | AdapterError:
             try:
@@ -42,5 +43,5 @@ class HubAdapters:
         return list(self._threads.map(fetch_one, repos))
 
     def close(self) -> None:
-        """Begin no more downloads; those under way end by themselves."""
+        """Begin no more downloads; those in progress end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)

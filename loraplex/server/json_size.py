@@ -1,7 +1,7 @@
-"""How much a JSON text holds, found without decoding it.
+"""Count the values of a JSON text without decoding it.
 
-Decoding holds the GIL, and costs by the number of values: a body of a few megabytes may be one string, or
-a million lists. numpy counts them without the GIL, so that the latter is refused in a thread.
+Decoding holds the GIL, and its cost depends on the number of values: a body of a few megabytes may be one
+string or a million lists. numpy counts them without the GIL, so that too large a body is refused in a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BRACKET: Final = ord("[")
 
 
 class JsonSize(NamedTuple):
-    """`num_commas` outside strings: about as many values there are."""
+    """Counts of a JSON text. `num_commas` outside strings: approximately the number of values."""
 
     num_commas: int
     num_objects: int
@@ -27,7 +27,7 @@ class JsonSize(NamedTuple):
 
 
 def json_size(body: bytes | bytearray) -> JsonSize:
-    """Count what is outside of strings. The text need not be valid JSON."""
+    """Count characters outside strings. The text need not be valid JSON."""
     data = np.frombuffer(body, dtype=np.uint8)
     quotes = data == _QUOTE
     quotes[_escaped(data)] = False
@@ -40,7 +40,7 @@ def json_size(body: bytes | bytearray) -> JsonSize:
 
 
 def _escaped(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-    """Places of characters behind a backslash that is not itself behind one."""
+    """Return the indices of characters after a backslash that is not itself escaped."""
     places = np.flatnonzero(data == _BACKSLASH)
     if places.size == 0:
         return places

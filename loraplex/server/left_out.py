@@ -1,8 +1,8 @@
-"""Adapters that could not be read, or that the engine refused, when the server started: tried again.
+"""Retry adapters that could not be read, or that the engine refused, when the server started.
 
-Files may be put right, and servers that a fleet uses may take what they refused when somebody has started
-them with another option. A name that is loaded, unloaded or changed through another server meanwhile is left
-to that, also while what the other server made of it is refused here.
+Files may be repaired, and a fleet's servers may accept an adapter after they were restarted with another
+option. A name that is loaded, unloaded or changed through another server meanwhile is not retried, even while
+the other server's version is refused here.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ RETRY_S: Final = 30.0
 
 
 async def keep_retrying(service: AdapterService, period_s: float = RETRY_S) -> None:
-    """Try again what was left out, every so often, until this is cancelled."""
+    """Retry adapters that were left out every `period_s` seconds, until cancelled."""
     while True:
         await asyncio.sleep(period_s)
         try:
             await retry_left_out(service)
-        except Exception:  # the server goes on, and so does this
+        except Exception:  # keep serving, and keep retrying
             logger.exception("adapters that were left out could not be tried again")
 
 
 async def retry_left_out(service: AdapterService) -> None:
-    """Serve what was left out at the start, as far as it can be read and the engine takes it by now."""
+    """Serve adapters left out at the start, if they can be read and the engine accepts them by now."""
     for name in list(service.left_out):
         try:
             async with service.follower.change(name):
                 await _retry(service, name)
         except AdapterConflictError:
-            continue  # somebody changes it just now
+            continue  # it is being changed right now
         except LoraplexError as error:
             if (left := service.left_out.get(name)) is not None:
                 service.left_out[name] = replace(left, reason=str(error))
@@ -50,8 +50,8 @@ async def _retry(service: AdapterService, name: str) -> None:
         return
     registered = service.registered
     if (why := registered.why_lagging(name)) is not None:
-        # Another server has made something else of it since, which is not served here yet: to serve and
-        # register what was left out would undo that. Who follows changes tries that one again.
+        # Another server has changed the name since, and that change is not served here yet: serving and
+        # registering what was left out would undo it. The registry follower retries that change.
         service.left_out[name] = replace(left, reason=why)
         return
     found = await asyncio.to_thread(left.find)

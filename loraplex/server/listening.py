@@ -1,4 +1,4 @@
-"""The port that a server listens on: it is bound, connections on it are accepted, and a signal ends that."""
+"""The port that a server listens on: binding it, accepting connections, and stopping at a signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AddressError(LoraplexError):
 
 @contextlib.contextmanager
 def bind(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is bound to the address and not listened on yet. Raises AddressError."""
+    """Yield a socket that is bound to the address but not listening yet. Raises AddressError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,14 +44,14 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
 
 
 async def listen(server: ListeningServer, listener: socket.socket, *, host: str, port: int) -> None:
-    """Answer requests until the server is asked to exit. `host` and `port` are for the error's words."""
+    """Answer requests until the server is asked to exit. `host` and `port` are for the error message."""
     try:
         await server.serve(sockets=[listener])
     except OSError as error:
         # Two servers may bind one port at the same time; only one may listen.
         raise _cannot_listen(host, port, error) from error
     finally:
-        server.is_listening.set()  # or it never will
+        server.is_listening.set()  # also after a failure, so that waiters continue
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
@@ -59,7 +59,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
 
 
 class ListeningServer(uvicorn.Server):
-    """Leaves signals to us, whose end is an exit code of 0, and says when it listens."""
+    """A uvicorn server that leaves signals to us, so that they end in exit code 0, and reports when it
+    listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -67,21 +68,22 @@ class ListeningServer(uvicorn.Server):
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests that are being answered."""
+        """Number of HTTP requests being answered."""
         return len(self.server_state.tasks)
 
     def cut_connections(self) -> None:
-        """Drop what is still to be sent. Requests on these connections end as those of clients that left."""
+        """Drop unsent data. Requests on these connections end as if their clients had disconnected."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none: `stop_signals` does."""
+        """Capture no signals: `stop_signals` does."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Do as uvicorn does for sockets that are bound, but for how connections are accepted."""
+        """Start listening as uvicorn does on bound sockets, except that connections are accepted by
+        PacedListener."""
         assert sockets is not None
         config, state = self.config, self.server_state
         protocol_class: Any = config.http_protocol_class
@@ -109,10 +111,10 @@ def stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return the maker of a fast event loop; None for Python's own."""
+    """Return the factory of a fast event loop; None for Python's default."""
     try:
         import uvloop
     except ImportError:
-        return None  # not to be had on Windows
+        return None  # not available on Windows
     factory: Any = uvloop.new_event_loop
     return factory  # type: ignore[no-any-return]

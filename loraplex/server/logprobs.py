@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes OpenAI has for them."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from loraplex.engine.text_engine import LogprobText
 from loraplex.server.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 
-# JSON has no infinity; this is the number other servers put in its place.
+# JSON has no infinity; other servers use this number instead.
 _IMPOSSIBLE: Final = -9999.0
 
 
@@ -33,7 +33,7 @@ def chat_logprobs(entries: Iterable[LogprobText]) -> ChatLogprobs:
 def completion_logprobs(
     entries: Sequence[LogprobText], offsets: Sequence[int], *, by_token_id: bool = False
 ) -> CompletionLogprobs:
-    """Parallel lists; `offsets` are those of the tokens in the text of the answer."""
+    """Return parallel lists; `offsets` are the tokens' offsets in the text of the answer."""
     top = _top_by_token_id if by_token_id else _top_by_text
     return CompletionLogprobs(
         tokens=[_token_id_name(e.token_id) if by_token_id else _unambiguous(e.piece) for e in entries],
@@ -44,7 +44,7 @@ def completion_logprobs(
 
 
 def _top_by_token_id(entry: LogprobText, logprob: float) -> dict[str, float]:
-    """The likeliest tokens, best first, and the token of the answer, whether it is one of them or not."""
+    """Return the likeliest tokens by id, best first, and the answer's token, even if it is not among them."""
     by_id = {_token_id_name(top.token_id): _finite(top.logprob) for top in entry.top}
     by_id.setdefault(_token_id_name(entry.token_id), _finite(logprob))
     return by_id
@@ -55,10 +55,10 @@ def _token_id_name(token_id: int) -> str:
 
 
 def _top_by_text(entry: LogprobText, logprob: float) -> dict[str, float]:
-    """The likeliest tokens by their text, and the token of the answer, whether it is one of them or not.
+    """Return the likeliest tokens by text, and the answer's token, even if it is not among them.
 
-    The answer's token has its text to itself. Any other token of the same text goes by its bytes, and of
-    several such tokens only the likeliest is there.
+    The answer's token is keyed by its text. Any other token of the same text is keyed by its bytes; of
+    several such tokens only the likeliest is included.
     """
     own_text = _unambiguous(entry.piece)
     by_text: dict[str, float] = {}
@@ -76,7 +76,8 @@ def _lossy(piece: bytes) -> str:
 
 
 def _unambiguous(piece: bytes) -> str:
-    """Parts of characters by their bytes: here the text is a key, and two parts must not look the same."""
+    """Return the text of a token, with partial characters as bytes: the text is a key, so two must not look
+    the same."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Counting what the server does. Plain numbers here; the /metrics page gives them Prometheus names.
+"""Counters of the server's work as plain numbers; the /metrics page gives them Prometheus names.
 
-A token costs a few integer additions: no locks and no label lookups, since all of it happens in one
-event loop and the objects that count are held by the request.
+A token costs a few integer additions, without locks or label lookups: everything happens in one event loop,
+and each request holds its counters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Histogram:
         self.total += value * times
 
     def add(self, other: Histogram) -> None:
-        """Count what another one of the same bounds has counted as well."""
+        """Add the counts of another histogram with the same bounds."""
         self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
@@ -55,7 +55,7 @@ class Histogram:
         return copied
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it) pairs, the way Prometheus wants them."""
+        """Return (upper bound, observations up to it) pairs, as Prometheus expects them."""
         pairs: list[tuple[str, float]] = []
         running = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -65,7 +65,7 @@ class Histogram:
 
 
 class Traffic:
-    """Requests of one adapter name."""
+    """Counters of the requests for one adapter name."""
 
     __slots__ = (
         "num_canary_requests", "num_hits", "num_requests", "num_running", "num_tokens", "num_waiting", "ttft"
@@ -86,7 +86,7 @@ class Traffic:
 
     @classmethod
     def sum_of(cls, each: Iterable[Traffic | None]) -> Traffic:
-        """The counts of several adapters together; None for one that nobody has asked for."""
+        """Return the sum of several adapters' counts; None stands for an adapter without requests."""
         total = cls()
         for traffic in each:
             if traffic is not None:
@@ -112,7 +112,7 @@ class Traffic:
 
 
 class ServerMetrics:
-    """Counters since start, of one server."""
+    """Counters of one server since its start."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -126,7 +126,7 @@ class ServerMetrics:
         self._traffic: dict[str, Traffic] = {}
 
     def traffic(self, adapter: str) -> Traffic:
-        """The counters of an adapter, made on first use."""
+        """Return the counters of an adapter, created on first use."""
         traffic = self._traffic.get(adapter)
         if traffic is None:
             traffic = self._traffic[adapter] = Traffic()
@@ -134,15 +134,15 @@ class ServerMetrics:
 
     @property
     def names(self) -> Iterable[str]:
-        """The adapters that were asked for, in the order of their first requests."""
+        """The adapters that were requested, in the order of their first requests."""
         return self._traffic
 
     def find_traffic(self, adapter: str) -> Traffic | None:
-        """The counters of an adapter; None if nobody has asked for it yet."""
+        """Return the counters of an adapter; None if it was never requested."""
         return self._traffic.get(adapter)
 
     def snapshot(self) -> ServerMetrics:
-        """A copy that counts no further, for another thread to read. Costs what adapters in use cost."""
+        """Return a copy for another thread to read. Its cost grows with the adapters in use."""
         copied = ServerMetrics(self.clock)
         copied.num_prompt_tokens = self.num_prompt_tokens
         copied.num_generation_tokens = self.num_generation_tokens
@@ -153,7 +153,7 @@ class ServerMetrics:
         return copied
 
     def forget(self, adapter: str) -> None:
-        """Drop an adapter's counters; requests in flight go on counting into what nobody sees."""
+        """Drop an adapter's counters; requests in flight keep counting into the dropped object."""
         self._traffic.pop(adapter, None)
 
     def meter(
@@ -165,7 +165,7 @@ class ServerMetrics:
         arrival_s: float,
         is_canary: bool = False,
     ) -> RequestMeter:
-        """Begin to measure a request; `close` must be called on what this returns."""
+        """Begin to measure a request; the caller must call `close` on the result."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
         traffic.num_canary_requests += is_canary
@@ -198,7 +198,7 @@ class RequestMeter:
         traffic.num_waiting += 1
 
     def on_batch(self, batch: Sequence[TextDelta]) -> None:
-        """Count one batch: its tokens are taken to have come at the same moment, now."""
+        """Count one batch; all its tokens are taken to have arrived now."""
         metrics, now_s = self._metrics, self._metrics.clock.now_s()
         num_tokens = 0
         for delta in batch:
@@ -213,7 +213,7 @@ class RequestMeter:
                 metrics.num_finished[delta.finish_reason] += 1
                 self.finish_reasons[delta.finish_reason] += 1
         if self._first_token_s is None:
-            # One hit at most, however many choices there are: the others share what the first one loads.
+            # At most one hit per request: the other choices share what the first one loads.
             self._traffic.num_hits += batch[0].adapter_hit is True
             self._on_first_batch(now_s)
         self._num_tokens += num_tokens
@@ -226,7 +226,7 @@ class RequestMeter:
         return None if self._first_token_s is None else self._first_token_s - self._arrival_s
 
     def fail(self, error: Exception) -> None:
-        """Note what ends the request, unless it is its client that left."""
+        """Record the error that ends the request; not called if the client disconnected."""
         self.failure = Failure.of(error)
 
     def close(self) -> None:

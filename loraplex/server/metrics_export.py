@@ -1,4 +1,4 @@
-"""The /metrics page: vLLM's names where vLLM has one, so that dashboards made for it work here."""
+"""The /metrics page. It uses vLLM's names where vLLM has one, so that its dashboards work here."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _VLLM_REASONS: Final = {  # ours -> vLLM's word for it
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSnapshot:
-    """All a page shows. Nothing in it changes any more: pages are rendered in a thread of their own, but for
-    `holders`, which that thread asks about the adapters that are shown: the replicas of a fleet that have a
-    version in memory; None for a single engine."""
+    """Everything that a page shows. It is immutable, as pages are rendered in another thread, except for
+    `holders`, which that thread calls for the adapters shown: the replicas of a fleet that have a version in
+    memory; None for a single engine."""
 
     base_model: str
     metrics: ServerMetrics
@@ -50,8 +50,8 @@ class MetricsSnapshot:
 
 
 def render_metrics(snapshot: MetricsSnapshot) -> bytes:
-    """The page. Of adapters it shows those that were asked for or are in memory, and only while served."""
-    # A registry for each page: its content is a snapshot, so there is nothing to keep between two.
+    """Return the page. It shows served adapters that were requested or are in memory."""
+    # A new registry for each page: it shows a snapshot, so nothing is kept between pages.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Page(snapshot))
     adapters = render_adapters(snapshot.adapters, snapshot.metrics, snapshot.stats, snapshot.holders)
@@ -171,7 +171,8 @@ class _Page:
             yield self._histogram(name, text, histogram)
 
     def _lora_info(self) -> Metric:
-        """vLLM's gauge of adapters in use, read by load balancers. There is no limit here: all fit."""
+        """Return vLLM's gauge of adapters in use, read by load balancers. `max_lora` is the number of
+        adapters, because there is no limit here."""
         running, waiting = [], []
         for adapter in self._adapters:
             traffic = self._metrics.find_traffic(adapter.name)

@@ -1,4 +1,5 @@
-"""Models, adapters and their administration; the last in vLLM's shape, so that its tools work here."""
+"""Routes for models, adapters and their administration; the latter in vLLM's format, so that its tools work
+here."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             drained = await deps.adapters.unload(
                 name,
                 drain_timeout_s=deps.drain_timeout_s,
-                # Not after the drain: by then the name may be another adapter's, with counters of its own.
+                # Not after the drain: by then the name may belong to another adapter, with its own counters.
                 on_removed=lambda: deps.metrics.forget(name),
             )
             change.note = None if drained else "requests in flight are draining"
@@ -197,8 +198,8 @@ def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administr
 
 
 def _success(name: str, outcome: str, version: str | None = None, replicas: Sequence[str] = ()) -> Response:
-    """Answer as vLLM does, with the version that the change was about, and in a fleet how each replica stands
-    with it."""
+    """Answer as vLLM does, with the version that the change was about, and in a fleet its state on each
+    replica."""
     headers = {} if version is None else {VERSION_HEADER.decode(): version}
     states = f" {'; '.join(replicas)}." if replicas else ""
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.{states}", headers=headers)
@@ -219,7 +220,7 @@ def _models(deps: ServerDeps, created: int, *, shows_paths: bool) -> list[Model]
 def _model(
     deps: ServerDeps, model_id: str, adapter: ServedAdapter | None, created: int, *, shows_paths: bool
 ) -> Model:
-    """A model by the name it was asked for; `adapter` is None for the base model."""
+    """Return a model under the name that was requested; `adapter` is None for the base model."""
     root = deps.base_root if adapter is None else str(adapter.spec.path)
     return Model(
         id=model_id,
@@ -282,6 +283,6 @@ def _canary_info(
 
 
 def _stats_of(version: str, by_version: Mapping[str, AdapterStats]) -> AdapterStats:
-    """Return the stats of a version: on disk if the engine, just restarted, does not know it yet."""
+    """Return the stats of a version; tier "disk" if the engine, just restarted, does not know it yet."""
     unknown = AdapterStats(version=version, tier="disk", num_bytes=0, in_flight=0, loads=0)
     return by_version.get(version, unknown)

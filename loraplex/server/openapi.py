@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies and answers are the very structs that are decoded and encoded."""
+"""The OpenAPI document. Its bodies and answers are the structs that the server decodes and encodes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def operation(
     streams: bool = False,
     errors: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Keyword arguments for a route that describe it.
+    """Return keyword arguments that describe a route.
 
     `path` names a parameter in its path. `answer_text` is the media type of a textual answer.
     """
@@ -99,7 +99,7 @@ def operation(
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Add the structs' schemas and the API-key scheme to the document FastAPI makes of the routes."""
+    """Add the structs' schemas and the API-key scheme to the document that FastAPI makes of the routes."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -109,7 +109,7 @@ def install_openapi(app: FastAPI) -> None:
                 "schemas": schemas,
                 "securitySchemes": {"api_key": {"type": "http", "scheme": "bearer"}},
             }
-            # The empty alternative: a server without keys asks for none.
+            # The empty alternative: a server without keys requires none.
             made["security"] = [{"api_key": []}, {}]
             app.openapi_schema = made
         return app.openapi_schema

@@ -1,8 +1,8 @@
-"""Bursts in small portions: what many clients do at once leaves the event loop a turn for everybody else.
+"""Split bursts into small portions, so that the event loop keeps serving everybody else.
 
-Two thousand requests in one moment are seconds of work, and no stream gets a token meanwhile. So only a few
-connections are accepted, only a few requests begin or are torn down, and input is parsed for only a
-millisecond in each turn of the loop; between two turns the loop looks at its sockets and timers. Health
+Two thousand simultaneous requests are seconds of work, during which no stream would get a token. So in each
+iteration of the loop only a few connections are accepted, only a few requests begin or are torn down, and
+input is parsed for only half a millisecond; between iterations the loop polls its sockets and timers. Health
 checks do not queue.
 """
 
@@ -23,23 +23,24 @@ from loraplex.core.clock import Clock
 logger = logging.getLogger(__name__)
 
 _PER_TURN: Final = 1
-"""Requests that begin or are torn down in one turn of the loop; each takes up to a millisecond."""
+"""Number of requests that begin or are torn down per iteration of the loop; each takes up to a
+millisecond."""
 _ACCEPTED_PER_TURN: Final = 8
 _WORK_PER_TURN_S: Final = 0.0005
 _RETRY_ACCEPT_S: Final = 0.1
 
 
 class Pacer:
-    """Lets a few callers pass in each turn of the event loop, first come first served."""
+    """Lets a few callers pass in each iteration of the event loop, first come first served."""
 
     def __init__(self, per_turn: int = _PER_TURN) -> None:
         self._per_turn = per_turn
-        self._num_passed = 0  # in this turn
+        self._num_passed = 0  # in this iteration
         self._is_counting = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def turn(self) -> None:
-        """Return at once, or in the turn of the loop in which it is the caller's time."""
+        """Wait until the caller may pass: at once, or in a later iteration of the loop."""
         loop = asyncio.get_running_loop()
         if not self._is_counting:
             self._is_counting = True
@@ -55,7 +56,7 @@ class Pacer:
         self._num_passed = 0
         while self._waiting and self._num_passed < self._per_turn:
             waiter = self._waiting.popleft()
-            if not waiter.done():  # else its caller was cancelled
+            if not waiter.done():  # else the caller was cancelled
                 waiter.set_result(None)
                 self._num_passed += 1
         self._is_counting = self._num_passed > 0
@@ -64,30 +65,30 @@ class Pacer:
 
 
 class SlicedWork:
-    """Does the work of many in slices, for a short time in each turn of the event loop.
+    """Runs many pieces of work in slices, for a short time in each iteration of the event loop.
 
-    Work is a callable that does one slice and returns whether there is more. First slices go first, those of
-    urgent work before the others, so that whoever has little to do does not wait behind those who have much;
-    these take turns. No kind waits for ever: each turn begins with one slice of every one.
+    Work is a callable that does one slice and returns whether there is more. First slices go first, urgent
+    ones before the others, so that short work does not wait behind long work; the remaining slices take
+    turns. No queue starves: each iteration begins with one slice from each.
     """
 
     def __init__(self, clock: Clock, *, per_turn_s: float = _WORK_PER_TURN_S) -> None:
         self._clock = clock
         self._per_turn_s = per_turn_s
-        self._left_s = per_turn_s  # of this turn
+        self._left_s = per_turn_s  # of this iteration
         self._is_counting = False
         self._urgent: deque[Callable[[], bool]] = deque()
         self._first: deque[Callable[[], bool]] = deque()
         self._rest: deque[Callable[[], bool]] = deque()
 
     def do(self, work: Callable[[], bool], *, urgent: bool = False) -> None:
-        """Begin at once if there is time left in this turn, and go on in the turns to come."""
+        """Begin at once if there is time left in this iteration, and continue in later ones."""
         (self._urgent if urgent else self._first).append(work)
         self._do_slices()
         self._count()
 
     def do_later(self, work: Callable[[], bool]) -> None:
-        """Begin in the next turn at the earliest."""
+        """Begin in the next iteration at the earliest."""
         self._rest.append(work)
         self._count()
 
@@ -99,7 +100,7 @@ class SlicedWork:
     def _next_turn(self) -> None:
         self._is_counting = False
         self._left_s = self._per_turn_s
-        for waiting in (self._urgent, self._rest, self._first):  # none of which may hold up another for ever
+        for waiting in (self._urgent, self._rest, self._first):  # no queue may starve
             if waiting:
                 self._do_slice(waiting)
         self._do_slices()
@@ -118,7 +119,7 @@ class SlicedWork:
 
 
 class PacingMiddleware:
-    """Begins a few requests in each turn of the loop, but for those that must be answered at any time."""
+    """Begins a few requests in each iteration of the loop, except those that must be answered at any time."""
 
     def __init__(self, app: ASGIApp, *, pacer: Pacer, free_prefix: str = "/health") -> None:
         self._app = app
@@ -132,9 +133,9 @@ class PacingMiddleware:
 
 
 class PacedListener:
-    """Accepts connections on a socket, a few in each turn of the loop. Closed like asyncio's servers.
+    """Accepts connections on a socket, a few in each iteration of the loop. Closed like asyncio's servers.
 
-    What the system is short of (descriptors, memory) ends nothing: acceptance goes on after `retry_s`.
+    A shortage in the system (descriptors, memory) ends nothing: accepting resumes after `retry_s` seconds.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class PacedListener:
         self._listen()
 
     def close(self) -> None:
-        """Accept no more connections, and let go of those that are not served yet."""
+        """Accept no more connections, and drop those that are not served yet."""
         self._loop.remove_reader(self._listener)
         if self._retry is not None:
             self._retry.cancel()
@@ -169,12 +170,12 @@ class PacedListener:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """Accept connections that are there; called in every turn of the loop in which there are any."""
+        """Accept pending connections; called in every iteration of the loop in which there are any."""
         for _ in range(_ACCEPTED_PER_TURN):
             try:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # no more, or one has left again
+                return  # none is left, or the client has disconnected
             except OSError as error:
                 self._pause(error)
                 return
@@ -184,7 +185,8 @@ class PacedListener:
             serving.add_done_callback(partial(self._on_served, connection))
 
     def _pause(self, error: OSError) -> None:
-        """The socket stays readable, so that trying again at once would take all of the loop's time."""
+        """Stop accepting for a while. The socket stays readable, so retrying at once would keep the loop
+        busy."""
         if error.errno != self._last_errno:
             logger.warning("no connection can be accepted: %s", error)
         self._last_errno = error.errno
@@ -196,11 +198,11 @@ class PacedListener:
         await self._loop.connect_accepted_socket(self._make_protocol, connection)
 
     def _on_served(self, connection: socket.socket, serving: asyncio.Task[None]) -> None:
-        """One connection that cannot be served must not end the acceptance of all others."""
+        """Clean up after a connection was set up. One that fails must not stop the acceptance of others."""
         self._serving.discard(serving)
         if serving.cancelled():
             connection.close()
         elif (error := serving.exception()) is not None:
             connection.close()
-            if not isinstance(error, OSError):  # else it was closed in between
+            if not isinstance(error, OSError):  # else it was closed meanwhile
                 logger.error("a connection could not be served", exc_info=error)

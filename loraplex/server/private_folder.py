@@ -1,8 +1,8 @@
-"""Folders of this process that nobody else can enter, and that do not outlive it for long.
+"""Folders of this process that no other user can enter, and that do not outlive it for long.
 
-A process that is killed removes nothing. So each folder holds a file that its owner has locked, and whoever
-makes the next folder removes those whose lock nobody holds. Not by process id: another container that shares
-the parent folder has ids of its own.
+A killed process removes nothing. So each folder holds a file that its owner has locked, and the next process
+that creates a folder removes those whose lock is not held. Process ids would not do: another container that
+shares the parent folder has its own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Final
 
 _PREFIX: Final = "loraplex-"
 _OWNER: Final = "owner"
-"""The locked file. A folder without one is not ours, or is just being made."""
+"""Name of the locked file. A folder without one is not ours, or is just being created."""
 
 
 class PrivateFolder:
-    """A folder of mode 0700 under `name`, until `cleanup`."""
+    """A folder of mode 0700 at the path `name`, until `cleanup`."""
 
     def __init__(self, parent: str, kind: str = "") -> None:
-        """`kind`: a word for its name."""
+        """`kind`: a word that becomes part of its name."""
         remove_abandoned(Path(parent))
         prefix = f"{_PREFIX}{kind}-" if kind else _PREFIX
         self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
@@ -41,9 +41,9 @@ class PrivateFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that are gone."""
+    """Remove the folders of processes that no longer exist."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, gone, or its owner lives
+        with contextlib.suppress(OSError):  # another user's, gone, or its owner lives
             found = folder.lstat()
             if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
                 continue
@@ -56,13 +56,13 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return the descriptor that holds the lock of a folder; None where files cannot be locked, so that the
-    folder is taken for nobody's."""
+    """Return the descriptor that holds the lock of a folder; None where files cannot be locked, in which case
+    the folder has no owner file and others never remove it."""
     unlocked = folder / f"{_OWNER}.new"
     lock = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(folder / _OWNER)  # it is locked from its first moment on
+        unlocked.rename(folder / _OWNER)  # locked before it gets its name
     except OSError:
         os.close(lock)
         return None

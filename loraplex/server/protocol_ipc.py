@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine process say to each other.
+"""The messages between the HTTP process and the engine process.
 
     HTTP process                                 engine process
     ────────────                                 ──────────────
@@ -17,16 +17,16 @@
                                     ◀─────────── AdapterAdded, AdapterRemoved
     GetStats                        ───────────▶
                                     ◀─────────── Stats
-                                    ◀─────────── Alive, again and again, whatever else it does
+                                    ◀─────────── Alive, periodically, whatever else it does
     Shutdown                        ───────────▶ exits with 0
                                     ◀─────────── Failed, then exits with another code
 
-Messages are msgpack on two one-way ZeroMQ sockets, because a socket that only receives can be read
-from its edge-triggered descriptor without the wake-ups that sending on it would swallow. The parent
-binds the events socket before the child exists, and connects to the commands socket when told that
-the child has bound it, so neither side ever sends into a socket without a peer. Once both have heard
-from each other the sockets' names are removed: what does not exist cannot be left behind by a kill -9.
-An engine on another machine is started by somebody there (`Remote`), and the sockets are TCP.
+Messages are msgpack on two one-way ZeroMQ sockets: a socket that only receives can be read from its
+edge-triggered descriptor without losing the wake-ups that sending on it would swallow. The parent binds the
+events socket before the child exists, and connects to the commands socket when told that the child has bound
+it, so neither side ever sends into a socket without a peer. Once both have received a message, the sockets'
+names are removed, so that a kill -9 leaves none behind. An engine on another machine is started by a process
+there (`Remote`), and the sockets are TCP.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ _READABLE: Final = int(zmq.POLLIN)
 
 
 def endpoint(socket_dir: str, name: str) -> str:
-    """The ZeroMQ address of one of the two sockets."""
+    """Return the ZeroMQ address of one of the two sockets."""
     return f"ipc://{socket_dir}/{name}"
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Tell whether `recv` would return at once. Cheaper than the exception a refused `recv` raises."""
+    """Return whether `recv` would return at once. This is cheaper than the exception of a refused `recv`."""
     return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """Sockets of an engine on another machine. `events`: where the HTTP process listens; `host`: the engine's
-    own address. Keys are those of CurveZMQ: `front_key` the public one of the HTTP process."""
+    """The sockets of an engine on another machine. `events`: the address where the HTTP process listens;
+    `host`: the engine's own address. Keys are CurveZMQ's; `front_key` is the public key of the HTTP
+    process."""
 
     events: str
     front_key: str
@@ -71,8 +72,8 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All a child needs to build its core; `factory` and `config_type` are "module:name". `socket_dir` is of
-    a child of the HTTP process, `remote` of one on another machine."""
+    """Everything a child needs to build its core; `factory` and `config_type` are "module:name". `socket_dir`
+    is set for a child of the HTTP process, `remote` for an engine on another machine."""
 
     factory: str
     config_type: str
@@ -89,7 +90,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A LoraplexError in flight. `param` is the field at fault, for the classes that name one."""
+    """A serialized LoraplexError. `param` is the field at fault, for the classes that name one."""
 
     kind: str
     message: str
@@ -102,7 +103,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
         return cls(kind=kind, message=str(error), param=param)
 
     def to_error(self) -> LoraplexError:
-        """A fresh error of the class that was sent."""
+        """Return a new error of the class that was sent."""
         error_class = ERROR_KINDS.get(self.kind, LoraplexError)
         if issubclass(error_class, InvalidRequestError):
             return error_class(self.message, param=self.param)
@@ -119,7 +120,8 @@ def _error_kinds(root: type[LoraplexError]) -> dict[str, type[LoraplexError]]:
 
 
 ERROR_KINDS: Final = _error_kinds(LoraplexError)
-"""Class name -> class, for the tree in core/errors.py; a subclass from elsewhere travels as its base."""
+"""Class name -> class, for the tree in core/errors.py; a subclass defined elsewhere is sent as its base
+class."""
 
 
 class Hello(Message, frozen=True):
@@ -127,14 +129,16 @@ class Hello(Message, frozen=True):
 
 
 class JoinPool(Message, frozen=True):
-    """There are other replicas: share adapters in host memory with them. The keys are those of the fleet."""
+    """Tells the engine that there are other replicas to share adapters in host memory with. The keys are the
+    fleet's."""
 
     public_key: str
     secret_key: str
 
 
 class AddRequest(Message, frozen=True):
-    """`holders`: replicas that the request's adapter can be copied from, if this one does not have it."""
+    """A new request. `holders`: replicas from which its adapter can be copied if this one does not have
+    it."""
 
     request: EngineRequest
     holders: tuple[Holder, ...] = ()
@@ -145,7 +149,7 @@ class Cancel(Message, frozen=True):
 
 
 class AddAdapter(Message, frozen=True):
-    """`holders`: as those of a request."""
+    """A new adapter. `holders`: as in AddRequest."""
 
     spec: AdapterSpec
     holders: tuple[Holder, ...] = ()
@@ -156,7 +160,7 @@ class RemoveAdapter(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """The adapters to begin with are known: get ready to serve them."""
+    """Tells the engine that the initial adapters are known, and to prepare for serving them."""
 
 
 class GetStats(Message, frozen=True):
@@ -168,7 +172,7 @@ class Shutdown(Message, frozen=True):
 
 
 class Listening(Message, frozen=True):
-    """The child has bound the socket for commands, whose address this is."""
+    """The child has bound the socket for commands at this address."""
 
     commands: str
 
@@ -180,21 +184,21 @@ class PoolJoined(Message, frozen=True):
 
 
 class StartProgress(Message, frozen=True):
-    """How far loading got. `fraction` is of this phase, None while it cannot be told."""
+    """The progress of loading. `fraction` is of this phase; None if it is unknown."""
 
     phase: str
     fraction: float | None = None
 
 
 class Loaded(Message, frozen=True):
-    """The core is built, and takes adapters."""
+    """The core is built, and accepts adapters."""
 
 
 class Ready(Message, frozen=True):
-    """Everything that known adapters need is compiled and captured. `load_s`: since the start.
+    """Everything that known adapters need is compiled and captured. `load_s`: seconds since the start.
 
-    `num_kv_blocks` is None for a server elsewhere that does not tell. `costs`: the profile of the engine, as
-    JSON; None if nothing is known of it.
+    `num_kv_blocks` is None for a server elsewhere that does not report it. `costs`: the profile of the engine
+    as JSON; None if it is unknown.
     """
 
     num_kv_blocks: int | None
@@ -204,7 +208,7 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The core could not be built, or a step raised. The process ends right after."""
+    """The core could not be built, or a step raised. The process exits right after."""
 
     error: ErrorInfo
 
@@ -214,7 +218,7 @@ class Outputs(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """The core refused a request; nothing of it was queued."""
+    """The core refused a request and queued nothing."""
 
     request_id: str
     error: ErrorInfo
@@ -235,8 +239,8 @@ class Stats(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """The process has turns on its machine's cores. Comes by a connection of its own: nothing is said about
-    when it was sent compared with other events."""
+    """A heartbeat: the process is being scheduled. It is sent over its own connection, so its order relative
+    to other events is undefined."""
 
 
 Command = Hello | JoinPool | AddRequest | Cancel | AddAdapter | RemoveAdapter | Prepare | GetStats | Shutdown
@@ -257,14 +261,14 @@ Event = (
 
 
 def encode_extra(value: object) -> object:
-    """Types of the core that msgspec does not know."""
+    """Encode types of the core that msgspec does not support."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"cannot send a {type(value).__name__}")
 
 
 def decode_extra(kind: type, value: Any) -> object:
-    """The inverse of `encode_extra`."""
+    """Decode what `encode_extra` encoded."""
     if issubclass(kind, Path):
         return Path(value)
     raise NotImplementedError(f"cannot receive a {kind.__name__}")

@@ -1,4 +1,4 @@
-"""Refusals of requests before they reach a route, by middleware and while the server starts."""
+"""Refuse requests before they reach a route, in middleware and while the server starts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from loraplex.server.request_log import request_record
 
 
 def note_refusal(scope: Scope, error: Exception) -> None:
-    """Note an error in the request log and, if a change of an adapter was asked for, in the audit log."""
+    """Record an error in the request log and, if the request asked for a change of an adapter, in the audit
+    log."""
     request_record(scope).fail(error)
     audit_refusal(scope, error)
 
 
 async def refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with an error, and note it."""
+    """Answer a request with an error, and record it."""
     note_refusal(scope, error)
     await describe(error).response()(scope, receive, send)

@@ -1,7 +1,7 @@
-"""What the registry has of each name, and how far this server has followed it.
+"""The registry's state of each name, and whether this server has followed it.
 
-Other servers on the state folder change names as well. A name is written only if it still is what this server
-has last acted on, and what somebody else has made of it is read and served before anything else is done.
+Other servers on the state folder change names too. A name is written only if it is unchanged since this
+server last acted on it, and changes by others are read and served before anything else is done.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ class RegisteredNames:
 
     def __init__(self, registry: AdapterRegistry) -> None:
         self.registry = registry
-        self._seen: dict[str, NameState] = {}  # what the registry had of a name when it was last acted on
-        self._lags: dict[str, str] = {}  # names that are not served as in _seen, and why
+        self._seen: dict[str, NameState] = {}  # registered state of a name when last acted on
+        self._lags: dict[str, str] = {}  # names not served as in _seen, with the reason
 
     def began_with(self, states: Mapping[str, NameState]) -> None:
-        """Take what is served for what the registry had then."""
+        """Take what is served as the state that the registry had then."""
         self._seen = dict(states)
 
     def changed_elsewhere(self, states: Mapping[str, NameState]) -> list[str]:
-        """Return the names that the registry has otherwise than when they were last acted on."""
+        """Return the names whose registered state differs from the one last acted on."""
         names = states.keys() | self._seen.keys()
         return sorted(name for name in names if states.get(name) != self._seen.get(name))
 
     def lagging(self) -> list[str]:
-        """Names that are not served as the registry has them, to be tried again."""
+        """Return names that are not served as registered, to be tried again."""
         return list(self._lags)
 
     def why_lagging(self, name: str) -> str | None:
-        """Return why a name is not served as the registry has it; None if it is, as far as that was tried."""
+        """Return why a name is not served as registered; None if it is, or following it was not tried yet."""
         return self._lags.get(name)
 
     def lags(self, name: str, reason: str) -> None:
-        """Note that a name is not served as the registry has it, which the user knows."""
+        """Record that a name is not served as registered, without a log line: the user already knows."""
         self._lags[name] = reason
 
     def is_trial_missing(self, adapter: ServedAdapter) -> bool:
-        """Tell whether a name is served as the registry has it, but for the canary, which is not served."""
+        """Return whether a name is served as registered except for its canary, which is not served."""
         state = self._seen.get(adapter.name)
         if adapter.name not in self._lags or state is None or adapter.canary is not None:
             return False
         return state.version == adapter.version and state.canary is not None
 
     def is_followed(self, name: str, state: NameState | None) -> bool:
-        """Tell whether the name is served as the registry has it, as far as that was tried."""
+        """Return whether `state` is the one last acted on, and the name is served accordingly."""
         return state == self._seen.get(name) and name not in self._lags
 
     def acted_on(self, name: str, state: NameState | None) -> None:
-        """Note that a name is served as the registry has it; None if it has it no longer."""
+        """Record that a name is served as registered; `state` is None if it is no longer registered."""
         self._lags.pop(name, None)
         if state is None:
             self._seen.pop(name, None)
@@ -71,7 +71,7 @@ class RegisteredNames:
     def could_not_follow(
         self, name: str, state: NameState | None, *, served: str | None, reason: Exception
     ) -> None:
-        """Note that a name stays with the version `served`, and say so once for each reason."""
+        """Record that a name stays with the version `served`, and log each reason once."""
         said, is_new = self._lags.get(name), state != self._seen.get(name)
         self.acted_on(name, state)
         self._lags[name] = str(reason)
@@ -85,10 +85,10 @@ class RegisteredNames:
             logger.warning("adapter %r %s: %s: %s; trying again from time to time", name, here, why, reason)
 
     async def put(self, adapter: ServedAdapter, origin: Origin | None, *, kept: Canary | None = None) -> None:
-        """Register a name as it will be served; None for who gave it keeps that. `kept`: a canary that stays
-        on trial though it is not served here.
+        """Register a name as it will be served; with `origin` None it keeps its origin. `kept`: a canary that
+        stays on trial though it is not served here.
 
-        AdapterConflictError if another server has changed it since it was last acted on.
+        Raises AdapterConflictError if another server has changed the name since this one last acted on it.
         """
         name, rollout = adapter.name, adapter.rollout
         put = partial(
@@ -108,12 +108,12 @@ class RegisteredNames:
         self.acted_on(name, now[name])
 
     async def remove(self, name: str) -> bool:
-        """Forget a name, whatever it is by now; returns whether it was there."""
+        """Remove a name whatever its state is by now; return whether it was registered."""
         was_there = await asyncio.to_thread(self.registry.remove, name)
         self.acted_on(name, None)
         return was_there
 
     def _origin_of(self, adapter: ServedAdapter) -> Origin:
-        """Return who gave a name its version: a call of the API, unless the registry knows better."""
+        """Return the origin of a name's version: the API, unless the registry has another one."""
         state = self._seen.get(adapter.name)
         return Origin.API if state is None or state.version != adapter.version else Origin(state.origin)

@@ -1,5 +1,5 @@
-"""Has a server serve what other servers on the state folder make of names, and lets changes of a name take
-turns: those that are asked for here, and those that are followed."""
+"""Serve the changes that other servers on the state folder make to names, and serialize changes of a name:
+those requested here, and those that are followed."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ logger = logging.getLogger(__name__)
 
 
 class FollowedNames(Protocol):
-    """The names that are served, as far as a follower changes them."""
+    """The served names, as far as a follower changes them."""
 
     def check_name(self, name: str) -> None:
-        """Raise InvalidRequestError unless an adapter may be called this."""
+        """Raise InvalidRequestError unless an adapter may have this name."""
 
     def get(self, name: str) -> ServedAdapter | None:
-        """Return what a name is served as."""
+        """Return the adapter served under a name; None if there is none."""
 
     async def serve_registered(self, after: ServedAdapter, needed: Sequence[ReadAdapter]) -> None:
-        """Serve a name like this from now on, staged first as by a load. `needed`: versions that the engine
-        may not know. Raises what is in the way, and then nothing has changed."""
+        """Serve a name as `after` from now on, staged first like a load. `needed`: versions that the engine
+        may not know. On an error nothing has changed."""
 
     def drop(self, name: str) -> bool:
-        """Serve a name no longer; its requests in flight finish. Returns whether it was served."""
+        """Stop serving a name; its requests in flight finish. Return whether it was served."""
 
 
 class RegistryFollower:
-    """Changes names as the registry has them. Used from one event loop."""
+    """Changes names to match the registry. Used from one event loop."""
 
     def __init__(self, registered: RegisteredNames, files: AdapterFiles, names: FollowedNames) -> None:
         self.registered = registered
         self._files = files
         self._names = names
         self._changing: set[str] = set()
-        self._following: dict[str, asyncio.Event] = {}  # names that other servers changed, until followed
+        self._following: dict[str, asyncio.Event] = {}  # names being followed, with an event for waiters
 
     async def follow(self, name: str) -> bool:
-        """Serve a name as the registry has it, which another server may have changed: staged first, as by a
-        load here. What cannot be done is logged, and leaves what was served.
+        """Serve a name as registered, which another server may have changed; it is staged first, like a load
+        here. A failure is logged, and what was served stays.
 
-        Returns False if the name is being changed here just now: ask again.
+        Return False if the name is being changed here right now, in which case the caller asks again.
         """
         if self.is_changing(name):
             return False
@@ -65,9 +65,9 @@ class RegistryFollower:
 
     @asynccontextmanager
     async def change(self, name: str, *, catches_up: bool = True) -> AsyncIterator[None]:
-        """Change a name that nobody else here changes, as other servers have left it if `catches_up`.
+        """Claim a name for a change; with `catches_up`, first follow what other servers changed.
 
-        Raises AdapterConflictError if another call changes it; what is being followed is waited for.
+        Raises AdapterConflictError if another call changes it; if it is being followed, waits for that.
         """
         while (followed := self._following.get(name)) is not None:
             await followed.wait()
@@ -77,7 +77,7 @@ class RegistryFollower:
             yield
 
     def is_changing(self, name: str) -> bool:
-        """Tell whether a call, or following, changes the name just now."""
+        """Return whether a call or the follower is changing the name right now."""
         return name in self._changing
 
     @contextmanager
@@ -93,7 +93,7 @@ class RegistryFollower:
             self._changing.discard(name)
 
     async def _catch_up(self, name: str) -> None:
-        """Serve a name as the registry has it, if that is not what it had before."""
+        """Serve a name as registered, unless that is done already."""
         found = await asyncio.to_thread(self.registered.registry.look_up, name)
         state, entry = (None, None) if found is None else found
         if self.registered.is_followed(name, state):
@@ -111,7 +111,7 @@ class RegistryFollower:
             self.registered.acted_on(name, state)
 
     async def _serve(self, entry: RegistryEntry) -> None:
-        """Serve a name as another server has registered it. Raises what is in the way."""
+        """Serve a name as another server has registered it. Raises what prevents it."""
         self._names.check_name(entry.name)
         before = self._names.get(entry.name)
         found = await self._read(entry, before)
@@ -131,13 +131,13 @@ class RegistryFollower:
         self, entry: RegistryEntry, before: ServedAdapter | None
     ) -> tuple[ServedAdapter, list[ReadAdapter]] | None:
         """Return a name as another server has registered it, and those of its versions that the engine needs
-        for it; None if it is served like that. Raises what is in the way of reading them."""
+        for it; None if it is already served that way. Raises what prevents reading them."""
         ref = VersionRef(version=entry.spec.version, path=entry.spec.path, source=entry.source)
         if before is not None and (before.ref, before.rollout) == (ref, entry.rollout):
             return None
         known = {} if before is None else {each.ref: each for each in before.adapters}
         stable = known.get(ref) or await self._files.read_again(ref)
-        # A canary that is promoted is staged once more, as by a promotion here.
+        # A canary that was promoted is staged once more, as in a promotion here.
         needed = [] if before is not None and before.ref == ref else [stable]
         canary, trial = None, entry.rollout.canary
         if trial is not None:

@@ -1,4 +1,5 @@
-"""Follows the changes that other servers on the state folder make of adapters, name by name."""
+"""Watch the registry for changes that other servers on the state folder make, and follow them name by
+name."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.5
 _RETRY_S: Final = 30.0
-"""How often what could not be followed is tried again: a file may come back, or an engine."""
+"""Seconds between retries of changes that could not be followed: a file may come back, or an engine."""
 _NUM_AT_ONCE: Final = 4
 
 
 class RegistryWatch:
-    """Looks at the registry every half second. While nobody has changed anything that costs next to nothing,
-    and names are compared only if somebody has."""
+    """Checks the registry every half second. Without changes this costs next to nothing; names are compared
+    only if something changed."""
 
     def __init__(self, follower: RegistryFollower) -> None:
         self._follower = follower
@@ -30,7 +31,7 @@ class RegistryWatch:
         self._trouble: str | None = None
 
     async def run(self) -> None:
-        """Watch until it is cancelled. No trouble with the registry ends it."""
+        """Watch until cancelled. No failure of the registry ends this."""
         loop = asyncio.get_running_loop()
         next_retry_s = loop.time() + _RETRY_S
         async with asyncio.TaskGroup() as group:
@@ -53,10 +54,10 @@ class RegistryWatch:
                 return []
             self._is_due = False
             names = self._registered.changed_elsewhere(await asyncio.to_thread(registry.states))
-        except Exception as error:  # the server goes on, whatever is wrong with the folder
+        except Exception as error:  # keep serving, whatever is wrong with the folder
             self._report(error)
             return []
-        # One that changes here just now, or again while it is followed, may have to be looked at again.
+        # A name that is being changed or followed right now may have to be checked again.
         self._is_due = any(name in self._under_way for name in names)
         return names
 
@@ -71,7 +72,7 @@ class RegistryWatch:
             self._under_way.discard(name)
 
     def _report(self, error: Exception) -> None:
-        """Say what is in the way, but not at every look, and look again."""
+        """Log a failure, but not the same one at every check, and have names compared again."""
         self._is_due = True
         if str(error) != self._trouble:
             self._trouble = str(error)

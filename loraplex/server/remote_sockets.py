@@ -1,4 +1,4 @@
-"""The sockets of the HTTP process for an engine on another machine; see `engine_sockets`."""
+"""The HTTP process's sockets for an engine on another machine; see `engine_sockets`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loraplex.server.protocol_ipc import Remote
 
 
 class RemoteSockets:
-    """The sockets of the HTTP process for one engine elsewhere. Nobody may connect before `admit`."""
+    """The HTTP process's sockets for one engine elsewhere. Nobody may connect before `admit`."""
 
     def __init__(self, context: Context, host: str) -> None:
         """Listen for events at `host`, an address of this machine."""
@@ -30,10 +30,10 @@ class RemoteSockets:
         self.events = new_socket(context, zmq.PULL)
         self._secure(self.events)
         self.remote = Remote(events=bind_any_port(self.events, host), front_key=self._keys.public)
-        """What the engine must know of this side."""
+        """The connection data that the engine needs of this side."""
 
     def admit(self, public_key: str) -> None:
-        """Let the engine with this key connect, and no other."""
+        """Allow only the engine with this key to connect."""
         self._guard.configure_curve_callback("*", credentials_provider=OnlyKey(public_key))
 
     def connect_commands(self, address: str) -> tuple[Socket, Socket]:
@@ -46,7 +46,7 @@ class RemoteSockets:
         return socket, cut
 
     def close(self) -> None:
-        """Before the context is destroyed."""
+        """Stop the authenticator; must be called before the context is destroyed."""
         self._guard.stop()
 
     def _secure(self, socket: Socket) -> None:
@@ -61,7 +61,7 @@ class _Nobody:
 
 
 class OnlyKey:
-    """Lets in who has the secret of this key."""
+    """Accepts only the holder of this key's secret."""
 
     def __init__(self, public_key: str) -> None:
         self._key = public_key.encode(KEY_ENCODING)

@@ -1,4 +1,4 @@
-"""A replica of a fleet: an engine whose requests another one can go on with."""
+"""A replica of a fleet: an engine whose requests another replica can continue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from loraplex.server.supervised_engine import SupervisedEngine
 
 
 class Continuation(StrEnum):
-    """What comes of a request on a replica that is given tokens of its answer made elsewhere.
+    """The result when a replica continues a request with output tokens generated elsewhere.
 
-    SAME: what the first replica would have made. RESAMPLED: as good an answer, but not the one of its seed,
-    as the replica draws as for a first token. IMPOSSIBLE: the tokens made so far are a part of the prompt
-    there, and a penalty would not count them, or their log-probabilities be told apart from the prompt's.
+    SAME: the tokens that the first replica would have generated. RESAMPLED: as good an answer, but not that
+    of its seed, because the replica samples as for a first token. IMPOSSIBLE: the replica takes the tokens so
+    far as part of the prompt, so penalties would not count them, or their log-probabilities could not be told
+    apart from the prompt's.
     """
 
     SAME = "same"
@@ -26,43 +27,44 @@ class Continuation(StrEnum):
 
 
 class Replica(SupervisedEngine, Protocol):
-    """A SupervisedEngine with others beside it."""
+    """A SupervisedEngine that is one of several."""
 
     def open(self, request: EngineRequest) -> AbstractAsyncContextManager[Take]:
-        """Have the replica serve a request until the context is left, and give what takes its outputs one by
-        one. Entering the context and taking raise what `generate` does; leaving it after an error may raise
-        another in its place."""
+        """Have the replica serve a request until the context ends. Yields the function that takes its outputs
+        one by one. Entering the context and taking raise what `generate` does; leaving it after an error may
+        raise another one instead."""
         ...
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """The versions that it was asked to know and refuses, by itself and not as the others would, with the
-        reason in words. It tries them again from time to time."""
+        """The versions that this replica refuses although others may accept them, with the reasons in words.
+        It retries them from time to time."""
         ...
 
     @property
     def stalled(self) -> Sequence[str]:
-        """The ids of requests in flight that it has sent nothing of for so long that another one should go on
-        with them, if one can: something may hang there that nobody notices."""
+        """The ids of requests in flight for which it has sent nothing for so long that another replica should
+        continue them, if one can: it may hang unnoticed."""
         ...
 
     @property
     def computes(self) -> bool:
-        """Tell whether it has shown lately that it computes any request. A request that has stalled all the
-        same was most likely preempted."""
+        """Return whether it has recently shown that it computes any request. A request that stalls
+        nevertheless was most likely preempted."""
         ...
 
     def continuation(self, request: EngineRequest) -> Continuation:
-        """Tell what comes of a request that has tokens of its answer."""
+        """Return the result of continuing a request that has output tokens."""
         ...
 
     def hand_over(self, request_id: str | None = None) -> None:
-        """Give up the requests in flight, or one of them: what has come of them is delivered, then they raise
-        RequestMovedError. One that is not in flight, or cannot be given up alone just now, goes on."""
+        """Give up the requests in flight, or one of them: outputs that arrived are delivered, then the
+        requests raise RequestMovedError. A request that is not in flight, or cannot be given up alone right
+        now, continues."""
         ...
 
     def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
-        """Give up requests that have stalled: they raise EngineSilentError, as a request may be
-        what the replica hangs on. It is sent no others until it completes one, unless it sends tokens of
-        others."""
+        """Give up stalled requests: they raise EngineSilentError, because a request may be what the replica
+        hangs on. The replica gets no others until it completes one, unless it sends tokens of other
+        requests."""
         ...

@@ -1,8 +1,8 @@
 """The request log: one line at the end of each HTTP request, and the headers that identify it.
 
-The middleware makes a `RequestRecord` for every request and keeps it in the request's scope. What handles
-the request fills it in; the middleware adds headers to the response and logs the record when the request is
-over, however it ended. Prompts, outputs and keys never enter a record.
+The middleware creates a `RequestRecord` for every request and keeps it in the request's scope. The code that
+handles the request fills it in; the middleware adds headers to the response and logs the record when the
+request is over, however it ended. Prompts, outputs and keys are never recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _SANE_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _MAX_QUOTED_CHARS: Final = 128
 _GENERATION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _REFUSALS: Final = frozenset({400, 401, 403, 408, 413, 415, 429})
-"""Statuses that are logged at INFO on every route; others of monitoring and listing routes are noise."""
+"""Statuses that are logged at INFO on every route; other statuses of monitoring and listing routes are
+noise."""
 _CLIENT_GONE: Final = 499
 _UNAVAILABLE: Final = 503
 
@@ -47,11 +48,10 @@ _UNAVAILABLE: Final = 503
 class RequestRecord:
     """The facts about one HTTP request for its line in the log.
 
-    `arrival_s`: when its headers had been read, before anything was done about it. `key_kind`: which kind of
-    key it came with, if any was asked for. `model` and `version`: what it asked for and what that stood for;
-    None for the base model. `completion_id`: the `id` in the answer's body. `replicas`: those of a fleet that
-    it was sent to, one after the other.
-    `failure`: the error that ended it.
+    `arrival_s`: time when its headers had been read, before any processing. `key_kind`: the kind of its key,
+    if one was required. `model` and `version`: the name it asked for and the version behind it; `version` is
+    None for the base model. `completion_id`: the `id` in the answer's body. `replicas`: the replicas it was
+    sent to, one after the other. `failure`: the error that ended it.
     """
 
     request_id: str
@@ -69,15 +69,15 @@ class RequestRecord:
     replicas: list[int] = field(default_factory=list)
 
     def ask(self, model: str) -> None:
-        """Note the name of a model that a client sent, which need not exist."""
+        """Record the model name that a client sent, which need not exist."""
         self.model = shorten(model)
 
     def begin(self, completion_id: str, meter: RequestMeter, usage: Callable[[], Usage]) -> None:
-        """Note where the figures of the generation are to be found at its end."""
+        """Record where to find the figures of the generation at its end."""
         self.completion_id, self.meter, self.usage = completion_id, meter, usage
 
     def fail(self, error: BaseException) -> None:
-        """Note what went wrong."""
+        """Record the error that ends the request."""
         self.failure = Failure.of(error)
 
 
@@ -86,21 +86,20 @@ def new_request_id() -> str:
 
 
 def request_record(scope: Scope) -> RequestRecord:
-    """The record of the request that a scope belongs to, as the middleware has made it."""
+    """Return the record that the middleware created for a request's scope."""
     record: RequestRecord = scope["state"][_STATE_KEY]
     return record
 
 
 def part_sender(scope: Scope) -> Send:
-    """Return the server's own `send`, for parts of a body that others follow: all that stands between it and
-    the application only looks at the first message and the last, and would cost each token as much as the
-    rest of its way."""
+    """Return the server's own `send`, for parts of a body other than the last: everything between it and the
+    application handles only the first and last message, and would double the cost of each token."""
     send: Send = scope["state"][_SEND_KEY]
     return send
 
 
 class RequestLogMiddleware:
-    """Plain ASGI around everything else: streams pass through message by message."""
+    """Plain ASGI around everything else, so that streams pass through message by message."""
 
     def __init__(self, app: ASGIApp, *, clock: Clock) -> None:
         self._app = app
@@ -113,7 +112,7 @@ class RequestLogMiddleware:
         record = _record_of(scope, self._clock.now_s())
         state = scope.setdefault("state", {})
         state[_STATE_KEY], state[_SEND_KEY] = record, send
-        # Not reset: what the server logs after this call, such as a traceback, is about this request too.
+        # Not reset: anything logged after this call, such as a traceback, is about this request too.
         log_context.set({"request_id": record.request_id})
         sent_to.set(record.replicas)
         exchange = _Exchange(record, receive, send)
@@ -130,7 +129,7 @@ class RequestLogMiddleware:
 
 
 class _Exchange:
-    """Watches the messages of one request, and adds headers to the first one of its response."""
+    """Watches the messages of one request, and adds headers to the first message of its response."""
 
     def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
         self._record = record
@@ -159,7 +158,7 @@ class _Exchange:
         await self._send(message)
 
     def final_status(self) -> int:
-        """The status to log: what was sent, unless the client was gone before the end."""
+        """Return the status to log: the one sent, unless the client disconnected before the end."""
         if self.complete and self.status is not None:
             return self.status
         if self.hung_up:
@@ -218,7 +217,7 @@ def _line(record: RequestRecord, status: int, failure: Failure | None, seconds: 
 
 
 def _figures(record: RequestRecord) -> dict[str, Any]:
-    """Tokens, times and reasons of a generation; empty if none began."""
+    """Return tokens, times and finish reasons of a generation; empty if none began."""
     if record.meter is None or record.usage is None:
         return {}
     meter, usage = record.meter, record.usage()
@@ -236,7 +235,7 @@ def _figures(record: RequestRecord) -> dict[str, Any]:
 
 
 def short_version(version: str | None) -> str | None:
-    """Enough of an adapter version to find it by."""
+    """Return enough of an adapter version to find it by."""
     return None if version is None else version[:SHORT_VERSION_CHARS]
 
 
@@ -245,5 +244,5 @@ def _milliseconds(seconds: float) -> float:
 
 
 def shorten(text: str) -> str:
-    """Text of a client, short enough for a line of the log."""
+    """Shorten a client's text for a line of the log."""
     return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."

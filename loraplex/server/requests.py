@@ -1,8 +1,9 @@
-"""What clients may send: one struct for each body, which also is its schema in the OpenAPI document.
+"""The request bodies that clients may send: one struct each, which is also its schema in the OpenAPI
+document.
 
-Decoding is strict: wrong types, NaN, numbers out of range and unknown fields are refused. Three kinds of
-fields: those that do something; those without effect here, accepted so that common clients work; and
-those that would change the answer but are not supported, accepted only with a value that asks for nothing.
+Decoding is strict: wrong types, NaN, numbers out of range and unknown fields are refused. There are three
+kinds of fields: those with an effect; those without effect here, accepted so that common clients work; and
+those that would change the answer but are not supported, accepted only with a neutral value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from loraplex.server.chat_messages import ChatMessage
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MAX_TOKENS_NAMED: Final = 1024
-"""Tokens that a request may name by id in one of its options."""
+"""Most tokens that a request may name by id in one of its options."""
 StopString = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
@@ -51,7 +52,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-3, le=1e3)] | None = None
-    # Token ids are told from other keys after their number: a pattern for each would take long.
+    # Keys are checked to be token ids after their number was: checking each against a pattern would take
+    # long.
     logit_bias: (
         Annotated[
             dict[Annotated[str, Meta(max_length=10)], Annotated[float, Meta(ge=-100.0, le=100.0)]],
@@ -63,7 +65,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_NAMED)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    # Without effect here.
+    # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
+    # canary.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -72,7 +75,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    # Only what is the case anyway.
+    # Accepted only with the value that holds anyway.
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None
     use_beam_search: Literal[False] | None = None
@@ -106,8 +109,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """`prompt` is a text, several texts, token ids, or several lists of token ids.
 
-    `output_token_ids`: the beginning of an answer that was made elsewhere, for one prompt of token ids. The
-    answer is the rest of it, as it would have been; `max_tokens` and `min_tokens` are of the whole.
+    `output_token_ids`: the beginning of an answer generated elsewhere, for one prompt of token ids. The
+    answer is the rest of it, as it would have been; `max_tokens` and `min_tokens` count the whole.
     """
 
     prompt: Annotated[
@@ -142,7 +145,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     lora_name: str
     lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
-    # Above 0 and below 1: the new version answers this share of the requests beside the one that is served.
+    # Between 0 and 1: the share of the requests that the new version answers while the served one keeps the
+    # rest.
     canary_share: float | None = None
 
 
@@ -151,7 +155,7 @@ class AdapterNameRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RollBackAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`version`: the beginning of a previous version's hash; by default it is the last one before."""
+    """`version`: the beginning of a previous version's hash; by default the last previous version."""
 
     lora_name: str
     version: str | None = None
@@ -159,7 +163,7 @@ class RollBackAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's number for the adapter; the name is what counts
+    lora_int_id: int | None = None  # vLLM's number for the adapter, which is ignored
 
 
 class ReplicaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -167,20 +171,22 @@ class ReplicaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LeaveRequest(ReplicaRequest, kw_only=True, forbid_unknown_fields=True):
-    """`move`: other replicas go on with the requests it has; otherwise it finishes them."""
+    """`move`: other replicas continue its requests; otherwise it finishes them itself."""
 
     move: bool = False
 
 
 class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`replicas`: how many there are to be. `move`: these go on with the requests of those that leave."""
+    """`replicas`: the wanted number of replicas. `move`: those that stay continue the requests of those that
+    leave."""
 
     replicas: int
     move: bool = False
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`. Special tokens are added to a prompt, not to messages, by default."""
+    """Either `prompt` or `messages` is given. By default special tokens are added to a prompt, not to
+    messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -223,11 +229,11 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "use_beam_search": "leave it out, or send false",
     "continuous_usage_stats": "leave it out, or send false",
 }
-"""Fields that clients know from elsewhere, with what to do about their refusal here. Whatever is wrong
-with one of them, that it is not supported says more than which type was expected."""
+"""Fields that clients know from elsewhere, with advice on their refusal here. Whatever is wrong with one of
+them, the error says that it is not supported: that helps more than the expected type."""
 
 SUPPORTED_VALUES: Final[Mapping[str, str]] = {
     "role": "send system, developer, user, assistant or tool",
     "type": _TEXT_ONLY,
 }
-"""Fields of messages that are supported with some of their values, and which."""
+"""Fields of messages that are supported with some values only, with advice on these."""

@@ -1,4 +1,4 @@
-"""What the server answers. The structs are what is encoded and what the OpenAPI document shows.
+"""The bodies that the server answers with. These structs are encoded and shown in the OpenAPI document.
 
 Stream chunks are written by hand in `chat_format.py` and `completion_format.py`, for speed.
 """
@@ -29,8 +29,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """`adapter_version`: the content hash of the adapter that answered; absent for the base model.
-    `reproducible`: false if the request had a seed, and its answer went on elsewhere with other draws than
-    that has; else absent."""
+    `reproducible`: false if the request had a seed and its answer was continued elsewhere with different
+    random draws; otherwise absent."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -85,7 +85,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Parallel lists, one entry for each token; null for the first token of an echoed prompt.
 
-    With `return_tokens_as_token_ids` tokens go by their ids (`token_id:42`) instead of their texts.
+    With `return_tokens_as_token_ids` tokens are given by id (`token_id:42`) instead of text.
     """
 
     tokens: list[str]
@@ -95,9 +95,10 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Choices count through the prompts first: n for the first prompt, then n for the next.
+    """Choices are numbered prompt by prompt: n for the first prompt, then n for the next.
 
-    The last two are there if `return_token_ids` asks for them; `token_ids` ends with the stop token, if any.
+    `prompt_token_ids` and `token_ids` are present with `return_token_ids`; `token_ids` includes the stop
+    token, if any.
     """
 
     index: int
@@ -139,7 +140,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreviousVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that a name stood for, and may be rolled back to if its files are still the same.
+    """A version that a name stood for, which may be rolled back to if its files are unchanged.
 
     `path` is the folder or repository that it was read from; only administrators see it.
     """
@@ -149,8 +150,8 @@ class PreviousVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A version on trial. `requests`: what it has answered since start, with canaries that were before it
-    under the same name. `path` is its folder; only administrators see it."""
+    """A version on trial. `requests`: requests answered since the start, including those of earlier canaries
+    of the same name. `path` is its folder; only administrators see it."""
 
     version: str
     share: float
@@ -162,9 +163,9 @@ class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` are those of its weights, which several
-    names may share; `in_flight`, `hits`, `requests` and `tokens` are those of this name, since start, with
-    its canary's. `previous`: versions that it stood for before, latest first.
+    """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` describe its weights, which several names
+    may share; `in_flight`, `hits`, `requests` and `tokens` count this name's requests since the start,
+    including its canary's. `previous`: versions that it stood for before, latest first.
 
     `path` is its folder; only administrators see it.
     """
@@ -204,13 +205,13 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`state`: new, starting, ready, silent, restarting, unreachable or failed; `message` says why it is not
-    ready, why it refuses adapters, or by how much they exceed its memory.
-    `placed`: how many adapters the placement gives it, but for those that it refuses; `refused`: how many it
-    refuses. `brought`: how many of them it ever brought in for a
-    plan. `migrated`: how many requests ever migrated to it.
-    `drained`: it is sent no more requests, by order. `pid`: of its engine process, on the machine `node` if
-    that is not the server's own; of a server that runs elsewhere, `node` is the URL."""
+    """One replica. `state`: new, starting, ready, silent, restarting, unreachable or failed; `message` says
+    why it is not ready, why it refuses adapters, or by how much they exceed its memory. `placed`: number of
+    adapters that the placement gives it, except those it refuses; `refused`: number of adapters it refuses;
+    `brought`: number of adapters it has ever loaded because of a placement; `migrated`: number of requests
+    that ever migrated to it. `drained`: an operator stopped sending it requests. `pid`: of its engine
+    process, on the machine `node` if that is not the server's own; for a server that runs elsewhere, `node`
+    is its URL."""
 
     replica: int
     state: str
@@ -228,7 +229,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOutInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that could not be read, or that no replica took, at the start; it is tried again."""
+    """An adapter that could not be read, or that no replica accepted, at the start; it is tried again."""
 
     name: str
     reason: str
@@ -243,14 +244,15 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`message`: what is not as it should be, though requests are served."""
+    """`message`: a problem that does not keep requests from being served."""
 
     status: Literal["ok"] = "ok"
     message: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class NotReady(msgspec.Struct, frozen=True, kw_only=True):
-    """`status`: where the engine stands; `phase`: what is being done, and `fraction` how much of it is."""
+    """`status`: the state of the engine; `phase`: the current phase of its start, and `fraction` the part of
+    it that is done."""
 
     error: ErrorDetail
     status: str

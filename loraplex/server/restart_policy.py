@@ -1,4 +1,4 @@
-"""When a crashed engine is started again, and when to stop trying."""
+"""Decide when a crashed engine is restarted, and when to give up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from loraplex.core.clock import Clock
 class RestartPolicy:
     """Limits on restarting.
 
-    `max_crashes` within `window_s` means that the engine does not hold up under its load. A model that
-    takes a minute to load would never crash that often, hence `max_failed_starts` in a row beside it.
+    `max_crashes` within `window_s` seconds means that the engine cannot sustain its load. A model that takes
+    a minute to load would never crash that often, hence the separate limit `max_failed_starts` in a row.
     """
 
     first_delay_s: float = 0.25
@@ -24,7 +24,7 @@ class RestartPolicy:
 
 
 class CrashHistory:
-    """Decides over the crashes so far."""
+    """Decides on restarts from the crashes so far."""
 
     def __init__(self, policy: RestartPolicy, clock: Clock) -> None:
         self._policy = policy
@@ -33,11 +33,11 @@ class CrashHistory:
         self._num_failed_starts = 0
 
     def started(self) -> None:
-        """The engine became ready."""
+        """Record that the engine became ready."""
         self._num_failed_starts = 0
 
     def crashed(self, *, while_starting: bool) -> float | None:
-        """Seconds to wait before the next start; None: give up."""
+        """Record a crash; return the seconds to wait before the next start, or None to give up."""
         policy, now_s = self._policy, self._clock.now_s()
         self._crashes_s.append(now_s)
         while self._crashes_s[0] <= now_s - policy.window_s:

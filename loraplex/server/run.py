@@ -1,4 +1,4 @@
-"""`serve`: an engine process, an HTTP server, and their orderly end."""
+"""`serve`: run an engine process and an HTTP server, and shut them down in order."""
 
 from __future__ import annotations
 
@@ -71,23 +71,23 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_S: Final = 30
 _SWITCH_INTERVAL_S: Final = 0.001
 _LAST_WORDS_S: Final = 5.0
-"""How long streams may take to send their error after the engine was closed under them."""
+"""Seconds that streams may take to send their error after the engine was closed."""
 _CUT_S: Final = 2
-"""How long requests may take to notice that their connection was cut; uvicorn logs those that do not."""
+"""Seconds that requests may take to notice that their connection was cut; uvicorn logs those that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Everything a user may choose.
+    """Everything that a user may choose.
 
-    `adapter_dirs` are served and open for loading, the allowed ones only open.
-    `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
-    `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
-    `num_replicas`: engine processes; `ray`: the cluster that they are placed on, if not on this machine;
-    `backends`: servers that compute instead of any; `policy`: by which requests are shared among several of
-    either, and adapters placed, by its name (`fleet.policy`), with periods of `period_s`.
-    `engine_factory`: "module:name" of what builds the core in the engine process.
-    `shadow_twin_s`: how often the last minutes are replayed on a twin; None for never.
+    `adapter_dirs` are served and open for loading; `allow_adapter_dirs` are only open for loading. `adapters`
+    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories. `shutdown_grace_s`:
+    seconds that requests in flight may continue after the signal. `num_replicas`: number of engine processes;
+    `ray`: the cluster they are placed on, if not on this machine; `backends`: servers that are used instead
+    of engine processes; `policy`: the name of the fleet's policy for routing and placement (`fleet.policy`),
+    with periods of `period_s` seconds. `engine_factory`: "module:name" of the function that builds the core
+    in the engine process. `shadow_twin_s`: seconds between replays of the last minutes on a twin; None for
+    never.
     """
 
     engine: EngineOptions
@@ -119,12 +119,13 @@ class ServeOptions:
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
     """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start.
 
-    EngineFailedError, after HTTP was shut down in order, if the engine died too often to go on.
+    Raises EngineFailedError, after an orderly shutdown of HTTP, if the engine died too often to continue.
     """
-    # One thread for each prompt, the one that was given it: its priority is low, and a pool's is not.
+    # Each prompt is encoded by the one thread that was given it: that thread has low priority, unlike a
+    # pool's.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that encode prompts let go of the interpreter's lock sooner than by default (5 ms), so that
-    # streams do not wait for them.
+    # Threads that encode prompts release the GIL sooner than by default (5 ms), so that streams do not wait
+    # for them.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _keep_torch_out()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -132,14 +133,14 @@ def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
 
 
 def _keep_torch_out() -> None:
-    """Make transformers take torch for not installed: this process needs nothing of it but tokenizers.
+    """Make transformers believe that torch is not installed: this process needs only its tokenizers.
 
-    It would import torch otherwise, which takes seconds at every start and hundreds of MiB. Only the engine
-    process computes with it.
+    Importing torch would take seconds at every start and hundreds of MiB. Only the engine process computes
+    with it.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise installing torch
     modules = cast(dict[str, ModuleType | None], sys.modules)
-    modules.setdefault("torch", None)  # Python's own way to say that a module cannot be imported
+    modules.setdefault("torch", None)  # Python's way to mark a module as not importable
 
 
 async def _serve(options: ServeOptions, announcer: Announcer) -> None:
@@ -151,7 +152,7 @@ async def _serve(options: ServeOptions, announcer: Announcer) -> None:
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not serving.done() and not announcer.is_ready:
                 announcer.stopping(num_in_flight=0, grace_s=0.0)
-                serving.cancel()  # still loading: there is nobody to be polite to
+                serving.cancel()  # still loading: no request waits for an answer
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
             if stop.is_set():
@@ -161,8 +162,9 @@ async def _serve(options: ServeOptions, announcer: Announcer) -> None:
 
 
 async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: Announcer) -> None:
-    # Bound before the model is loaded: a port that is taken should not cost a minute to find out. Listened on
-    # as well, so that supervisors and load balancers can tell a server that starts from one that is gone.
+    # Bound before the model is loaded: finding out that a port is taken should not cost a minute. It also
+    # listens, so that supervisors and load balancers can tell a server that is starting from one that is
+    # gone.
     with bind(options.host, options.port) as listener:
         front = FrontApp(web=_web_access(options), clock=MonotonicClock())
         server = ListeningServer(_uvicorn_config(front, options))
@@ -192,17 +194,17 @@ async def _run(
     announcer: Announcer,
     stack: AsyncExitStack,
 ) -> SupervisedEngine:
-    """Start, then open the front to requests and leave them to it."""
+    """Start everything, then open the front to requests."""
     deps, client, num_skipped = await _start(options, announcer, front, stack)
-    # What was made until now stays: a full collection would go through all of it and hold up every stream for
-    # a third of a second.
+    # Objects made so far are kept: a full collection would traverse them all and delay every stream for a
+    # third of a second.
     keep_all_made_until_now()
     collecting = asyncio.create_task(collect_while_serving(lambda: server.num_in_flight))
     stack.callback(collecting.cancel)
     from loraplex.server.app import create_app  # imported while the engine started (`_start`)
 
     front.app = create_app(deps)
-    await asyncio.to_thread(flush_logs)  # what the log says of the start stands before the banner
+    await asyncio.to_thread(flush_logs)  # log lines about the start come before the banner
     announcer.ready(
         host=options.host,
         port=port,
@@ -221,14 +223,14 @@ async def _run(
 def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
         front,
-        # A class to uvicorn: it is called for every connection.
+        # uvicorn expects a class: it is called for every connection.
         http=partial(BoundedHttpProtocol, book=_connection_book(options)),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
-        proxy_headers=False,  # the peer decides who is an administrator, not what it says of itself
+        proxy_headers=False,  # the peer's address decides who is an administrator, not a header
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=ceil(options.shutdown_grace_s + _LAST_WORDS_S) + _CUT_S,
     )
@@ -242,14 +244,14 @@ async def _end(
     announcer: Announcer,
     grace_s: float,
 ) -> None:
-    """Wait for a signal, or for the engine to fail for good, then shut down: accept no new connections, give
-    requests in flight a while, and end the rest with an error. Connections whose clients do not even take
+    """Wait for a signal or for the engine's final failure, then shut down: accept no new connections, give
+    requests in flight some time, and end the rest with an error. Connections whose clients do not even read
     that are cut."""
     await _first_of(stop, client.failed)
     announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
     await asyncio.sleep(grace_s)
-    # Uploads end with an error, and streams with an error event instead of a cut connection.
+    # Uploads end with an error, and streams end with an error event instead of a cut connection.
     bodies.close()
     asyncio.get_running_loop().call_later(_LAST_WORDS_S, server.cut_connections)
     await client.close()
@@ -268,12 +270,12 @@ async def _first_of(*events: asyncio.Event) -> None:
 async def _start(
     options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
 ) -> tuple[ServerDeps, ServingEngine, int]:
-    """Start everything that requests need, prepared for the adapters to begin with. The number is that of
-    adapters which were left out."""
+    """Start everything that requests need, prepared for the initial adapters. The number returned is that of
+    the adapters left out."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
-        discover_adapters(adapter_dir)  # a folder that is not there should not cost a minute to find out
+        discover_adapters(adapter_dir)  # finding out that a folder is missing should not cost a minute
     base_model = options.served_model_name or public_name(options.engine.model)
     key = base_model_key(_model_identity(options.engine.model), config.shape)
     state_dir = options.state_dir or default_state_dir()
@@ -286,7 +288,7 @@ async def _start(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
     stack.push_async_callback(service.close)
-    # Their files are read while the engine starts, which then gets ready for these adapters.
+    # Their files are read while the engine starts, which then prepares for these adapters.
     registering = asyncio.create_task(start_adapters(service, options.adapter_dirs, options.adapters))
     registering.add_done_callback(
         lambda task: task.cancelled() or task.exception()
@@ -298,7 +300,7 @@ async def _start(
             front.progress = progress
             show(progress)
 
-        # Also for the adapters by themselves: one that cannot be served is told before the model is loaded.
+        # Awaited separately too: an adapter that cannot be served is reported before the model is loaded.
         _, tokenizer, report, _ = await asyncio.gather(
             client.start(on_progress, registering),
             asyncio.to_thread(Tokenizer.load, folder),
@@ -380,7 +382,7 @@ async def _engine(
     registry: AdapterRegistry,
     stack: AsyncExitStack,
 ) -> tuple[ServingEngine, Fleet | None]:
-    """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""
+    """Return the engine, not started yet: one engine process, a fleet of them, or servers elsewhere."""
     if options.backends is None and options.ray is None and options.num_replicas == 1:
         return SoleEngine(options.engine, factory=options.engine_factory), None
     # Not needed by a single server.
@@ -437,7 +439,7 @@ async def _engine(
 async def _shadow_twin(
     client: ServingEngine, interval_s: float | None, stack: AsyncExitStack
 ) -> ShadowTwin | None:
-    """Start the shadow twin of an engine whose costs are known."""
+    """Start the shadow twin if the engine's costs are known."""
     if interval_s is None or client.twin() is None:
         return None
     return await stack.enter_async_context(ShadowTwin(client, interval_s=interval_s))
@@ -452,7 +454,7 @@ def _web_access(options: ServeOptions) -> WebAccess:
 
 
 def _connection_book(options: ServeOptions) -> ConnectionBook:
-    """Make the book of connections, bounded by what the system lets a process open."""
+    """Create the book of connections, limited by the open files that the system allows."""
     limits = options.connections
     backends = options.backends
     most = connections_within(
@@ -467,13 +469,14 @@ def _connection_book(options: ServeOptions) -> ConnectionBook:
 
 
 def default_state_dir() -> Path:
-    """`$LORAPLEX_STATE`, or `loraplex` in the user's folder for program state."""
+    """Return `$LORAPLEX_STATE`, or `loraplex` in the user's folder for program state."""
     if configured := os.environ.get("LORAPLEX_STATE"):
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
 
 
 def _model_identity(model: str) -> str:
-    """Return a folder's full path, so that the registry does not depend on where the server was started."""
+    """Return a folder's full path, so that the registry does not depend on the current directory; a
+    repository unchanged."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model

@@ -1,4 +1,4 @@
-"""From the fields of a request to SamplingParams."""
+"""Convert the fields of a request to SamplingParams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFie
 
 V = TypeVar("V")
 
-# OpenAI's default for /v1/completions; chat goes on to the end of the context.
+# OpenAI's default for /v1/completions; chat continues to the end of the context.
 _DEFAULT_COMPLETION_TOKENS: Final = 16
 
 
@@ -27,7 +27,8 @@ def chat_params(request: ChatRequest) -> SamplingParams:
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
-    """With `echo` and max_tokens 0 only the prompt is wanted: one token is made, for the caller to drop."""
+    """Return the sampling parameters. With `echo` and max_tokens 0 only the prompt is wanted: one token is
+    generated, which the caller drops."""
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = max(_DEFAULT_COMPLETION_TOKENS, request.min_tokens or 0)

@@ -6,4 +6,4 @@ from contextvars import ContextVar
 from typing import Final
 
 sent_to: Final[ContextVar[list[int] | None]] = ContextVar("sent_to", default=None)
-"""Filled in by the fleet; None outside of requests."""
+"""Numbers of the replicas, filled in by the fleet; None outside of requests."""

@@ -1,6 +1,6 @@
 """A name, the version it stands for and its other versions, as a server has them in memory.
 
-Every change of a name makes a new `ServedAdapter` of the old one; the service puts it in place at once.
+Every change of a name makes a new `ServedAdapter` from the old one; the service swaps it in at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServedCanary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAdapter:
-    """A name and the version it stands for. `previous`: what it stood for before, latest first."""
+    """A name and the version it stands for. `previous`: versions it stood for before, latest first."""
 
     name: str
     spec: AdapterSpec
@@ -49,7 +49,7 @@ class ServedAdapter:
 
     @property
     def adapters(self) -> tuple[ReadAdapter, ...]:
-        """The version that the name stands for, and that on trial."""
+        """The version that the name stands for, and the one on trial."""
         stable = ReadAdapter(spec=self.spec, source=self.source)
         return (stable,) if self.canary is None else (stable, self.canary.adapter)
 
@@ -59,7 +59,7 @@ class ServedAdapter:
 
     @property
     def versions(self) -> set[str]:
-        """All that requests for the name may be answered by."""
+        """All versions that may answer requests for the name."""
         return {self.version} if self.canary is None else {self.version, self.canary.version}
 
     @property
@@ -71,19 +71,20 @@ class ServedAdapter:
         )
 
     def version_for(self, key: str) -> str:
-        """Return the version that answers a request, by what identifies the request or its user."""
+        """Return the version that answers a request. `key` identifies the request or its user."""
         canary = self.canary
         if canary is not None and takes_canary(self.name, canary.version, canary.share, key):
             return canary.version
         return self.version
 
     def moved_to(self, adapter: ReadAdapter) -> ServedAdapter:
-        """The name stands for another version; InvalidRequestError if one is on trial."""
+        """Return the name with another version. Raises InvalidRequestError if one is on trial."""
         self._refuse_canary("load another version")
         return self._moved_to(adapter)
 
     def with_canary(self, adapter: ReadAdapter, share: float) -> ServedAdapter:
-        """A version is on trial, or its share changes; InvalidRequestError if another one is."""
+        """Return the name with a version on trial, or a changed share. Raises InvalidRequestError if another
+        one is on trial."""
         if adapter.spec.version == self.version:
             raise InvalidRequestError(
                 f"the adapter {self.name!r} already stands for version {self.version[:12]}, so it cannot be "
@@ -95,21 +96,21 @@ class ServedAdapter:
         return replace(self, canary=ServedCanary(adapter=adapter, share=share))
 
     def promoted(self) -> ServedAdapter:
-        """The name stands for the version that was on trial."""
+        """Return the name with the version that was on trial as its version."""
         return replace(self._moved_to(self._trial("promote").adapter), canary=None)
 
     def aborted(self) -> ServedAdapter:
-        """The version on trial is gone."""
+        """Return the name without the version on trial."""
         self._trial("abort")
         return replace(self, canary=None)
 
     def rolled_back_to(self, adapter: ReadAdapter) -> ServedAdapter:
-        """The name stands for one of `previous` again, which was read again."""
+        """Return the name with one of `previous`, which was read again, as its version."""
         previous = moved_back(self.previous, adapter.spec.version)
         return replace(self, spec=adapter.spec, source=adapter.source, previous=previous)
 
     def find_previous(self, version: str | None) -> VersionRef:
-        """Return the version to roll back to: the last one, or that which begins with `version`."""
+        """Return the version to roll back to: the last one, or the one whose hash begins with `version`."""
         self._refuse_canary("roll back")
         if not self.previous:
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""What a server and the process of its shadow twin say to each other."""
+"""Messages between a server and the process of its shadow twin."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import msgspec
 
 
 class SeenRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One request at one replica, with seconds from any moment. `adapter`: a number of the window's.
-    `prompt_tokens`: that were read; `first_s`, `last_s`: when tokens came, None if none did."""
+    """One request at one replica; times are in seconds from any common origin. `adapter`: an index into the
+    window's `ranks`. `prompt_tokens`: those not found in the prefix cache. `first_s`, `last_s`: times of its
+    first and last token; None if it has none."""
 
     replica: int
     adapter: int
@@ -20,9 +21,9 @@ class SeenRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in the order they were sent, of replicas that are alike. `costs`: the engine's profile.
-    `ranks`: of the adapters; 0 stands for the base model. `rank_params`: parameters of an adapter for each
-    unit of rank. Figures are of `since_s` to `until_s`; requests before that are there for what they cost
-    those after them."""
+    `ranks`: ranks of the adapters; 0 stands for the base model. `rank_params`: parameters of an adapter per
+    unit of rank. Figures cover `since_s` to `until_s`; earlier requests are included because they delay later
+    ones."""
 
     costs: str
     max_running: int
@@ -42,7 +43,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """A window as it was, and as the twin has it. `seconds`: of CPU time that the replay took. `error`: why
+    """A window as measured, and as predicted by the twin. `seconds`: CPU time of the replay. `error`: why
     there is no prediction."""
 
     num_requests: int

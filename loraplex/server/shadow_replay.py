@@ -1,7 +1,8 @@
-"""The process that serves the requests of the last minutes again, on the twin of the engine.
+"""The process that replays the requests of the last minutes on the twin of the engine.
 
-Run as `python -m loraplex.server.shadow_replay`: a `Window` as JSON on each line of stdin, a `Replayed` on
-each line of stdout, until stdin ends. It has the lowest priority: nothing that serves waits for it.
+Run as `python -m loraplex.server.shadow_replay`: it reads a `Window` as JSON from each line of stdin and
+writes a `Replayed` to a line of stdout, until stdin ends. It has the lowest priority, so it delays nothing
+that serves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FLOAT_BYTES: Final = {"float32": 4}
 
 
 def replay(window: Window) -> Replayed:
-    """Serve the requests of a window again, each on the replica that it was sent to."""
+    """Replay the requests of a window, each on the replica that it was sent to."""
     begun_s = time.process_time()
     measured = figures(window.requests, window.since_s, window.until_s)
     predicted, problem = None, None
@@ -36,9 +37,7 @@ def replay(window: Window) -> Replayed:
         with paused_collector():
             served = [again for replica in _by_replica(window) for again in _on_twin(replica, window)]
         predicted = figures(served, window.since_s, window.until_s)
-    except (
-        Exception
-    ) as error:  # whatever it is, the next window may be better, and the server must hear of it
+    except Exception as error:  # the server must learn of any failure, and the next window may succeed
         problem = f"{type(error).__name__}: {error}"
     return Replayed(
         num_requests=sum(each.sent_s >= window.since_s for each in window.requests),
@@ -50,8 +49,8 @@ def replay(window: Window) -> Replayed:
 
 
 def figures(requests: Iterable[SeenRequest], since_s: float, until_s: float) -> Figures:
-    """Return the figures of a window. Tokens after the first are taken to come at an even pace; waits are
-    those of requests that were sent within the window."""
+    """Return the figures of a window. Tokens after the first are taken to be evenly spaced; TTFT and ITL
+    count requests sent within the window."""
     num_tokens, waits_s, gaps_s, num_gaps = 0.0, [], 0.0, 0
     for each in requests:
         if each.first_s is None or each.last_s is None or each.first_s > until_s:
@@ -105,7 +104,8 @@ def _on_twin(requests: list[SeenRequest], window: Window) -> list[SeenRequest]:
 def _served(
     request: SeenRequest, outcome: RequestOutcome, num_so_far: int | None, begin_s: float, now_s: float
 ) -> SeenRequest:
-    """Return a request with the times of the twin. `num_so_far`: tokens of one that has not ended."""
+    """Return a request with the twin's times. `num_so_far`: output tokens of one that has not ended, else
+    None."""
     first_s, last_s = outcome.first_token_s, outcome.finish_s
     if num_so_far is not None and first_s is not None:
         last_s = now_s
@@ -118,7 +118,8 @@ def _served(
 
 
 def _twin(profile: CostModel, requests: list[SeenRequest], window: Window) -> Simulator:
-    """Return an engine that knows the adapters; they are near, as they were asked for before."""
+    """Return a simulated engine with the window's adapters; on a GPU they are in host memory, as they were
+    requested before."""
     element_bytes = _FLOAT_BYTES.get(profile.subject.dtype, 2)
     options = ReplayOptions(
         num_adapters=len(window.ranks),
@@ -139,7 +140,7 @@ def _twin(profile: CostModel, requests: list[SeenRequest], window: Window) -> Si
 def main() -> None:
     """Answer windows until stdin ends."""
     os.nice(19)
-    with suppress(AttributeError, OSError):  # where there is such a class: only what nobody else needs
+    with suppress(AttributeError, OSError):  # where it exists: use only CPU time that nobody else needs
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     for line in sys.stdin.buffer:
         replayed = replay(msgspec.json.decode(line, type=Window))

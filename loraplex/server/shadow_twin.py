@@ -1,8 +1,8 @@
-"""The shadow twin: the requests of the last minutes, served again by a model of the engine.
+"""The shadow twin: the requests of the last minutes, replayed on a model of the engine.
 
-Predicted beside measured says how far the cost model can be trusted that routers, admission and plans go by.
-A process of the lowest priority does the work (`shadow_replay`), from time to time and only if there were
-requests; what would take too long is left out.
+Comparing its predictions with measurements shows how far to trust the cost model, which routing, admission
+and placement rely on. A process of the lowest priority does the work (`shadow_replay`), periodically and only
+if there were requests; replays that would take too long are skipped.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_INTERVAL_S: Final = 30.0
 WINDOW_S: Final = 120.0
 _MAX_REPLAY_S: Final = 10.0
-"""CPU time of a replay: none is begun that would take more."""
+"""Seconds of CPU time that a replay may be expected to take."""
 _GIVE_UP_S: Final = 60.0
-"""How long an answer is waited for: the process has only what others leave of the CPU."""
+"""Seconds to wait for an answer: the process gets only the CPU time that others leave."""
 _MODULE: Final = "loraplex.server.shadow_replay"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinSubject:
-    """The engine that is modelled, or several that are alike: its profile as JSON, the most requests in a
-    step, the parameters of adapters for each unit of rank, and the requests it had."""
+    """The engine that is modelled, or several that are alike: its profile as JSON, the largest number of
+    requests in a step, the parameters of adapters per unit of rank, and its recent requests."""
 
     costs: str
     max_running: int
@@ -47,15 +47,15 @@ class TwinSubject:
 
 
 class Shadowed(Protocol):
-    """An engine that says what its twin needs."""
+    """An engine that describes itself for its twin."""
 
     def twin(self) -> TwinSubject | None:
-        """Return it; None if what the engine costs is not known."""
+        """Return the description; None if the engine's costs are not known."""
         ...
 
 
 class ReplayEnd(StrEnum):
-    """How a replay ended. SKIPPED: it would have taken too long, or did."""
+    """The outcome of a replay. SKIPPED: it would have taken too long, or did."""
 
     DONE = "done"
     SKIPPED = "skipped"
@@ -64,8 +64,8 @@ class ReplayEnd(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinFigures:
-    """What is shown of the twin. `latest`: the last replay, None if nobody was served lately. `is_measured`:
-    the profile was measured on this machine, and not guessed."""
+    """The figures shown of the twin. `latest`: the last replay; None if there were no recent requests, or it
+    was skipped or failed. `is_measured`: the profile was measured on this machine, not guessed."""
 
     is_measured: bool
     num_replays: dict[ReplayEnd, int]
@@ -73,10 +73,10 @@ class TwinFigures:
 
 
 class ShadowTwin:
-    """Replays windows from time to time. Use as an asynchronous context manager."""
+    """Replays windows periodically. Use as an asynchronous context manager."""
 
     def __init__(self, engine: Shadowed, *, interval_s: float = DEFAULT_INTERVAL_S) -> None:
-        """`engine`: one that knows what it costs."""
+        """`engine`: one whose costs are known."""
         subject = engine.twin()
         assert subject is not None, "nothing is known of this engine"
         self._engine = engine
@@ -84,7 +84,7 @@ class ShadowTwin:
         self._is_measured = bool(json.loads(subject.costs)["measured"])
         self._num_replays: Counter[ReplayEnd] = Counter()
         self._latest: Replayed | None = None
-        self._request_s = 0.0  # how long the replay of a request took lately
+        self._request_s = 0.0  # CPU seconds of the last replay per request
         self._process: Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_said_why = False
@@ -120,7 +120,7 @@ class ShadowTwin:
             await self.look()
 
     async def look(self) -> None:
-        """Replay the last minutes, if there was anything in them that can be replayed in time."""
+        """Replay the last minutes, if there were requests and the replay would not take too long."""
         subject = self._engine.twin()
         if subject is None:
             return
@@ -132,7 +132,7 @@ class ShadowTwin:
             self._latest = None
             return
         if self._request_s * len(requests) > _MAX_REPLAY_S:
-            self._request_s *= 0.9  # it is tried again some time: the machine may have been busy
+            self._request_s *= 0.9  # so that it is tried again later: the machine may have been busy
             self._end(ReplayEnd.SKIPPED, f"{len(requests)} requests would take too long")
             return
         line = await asyncio.to_thread(_window_line, subject, requests, since_s, now_s)
@@ -144,7 +144,7 @@ class ShadowTwin:
             await self._end_process()
             self._end(ReplayEnd.SKIPPED, f"{len(requests)} requests took longer than {_GIVE_UP_S:g} s")
             return
-        except (OSError, EOFError, ValueError) as error:  # the last: for an answer that is none
+        except (OSError, EOFError, ValueError) as error:  # ValueError: an invalid answer
             await self._end_process()
             self._end(ReplayEnd.FAILED, str(error))
             return
@@ -156,7 +156,7 @@ class ShadowTwin:
         self._latest = replayed
 
     def _end(self, end: ReplayEnd, why: str) -> None:
-        """Record a replay that came to nothing; only the first one is said to the operator."""
+        """Record a replay without a result; only the first is logged as a warning."""
         self._num_replays[end] += 1
         self._latest = None
         level = logging.DEBUG if self._has_said_why else logging.WARNING
@@ -170,7 +170,7 @@ class ShadowTwin:
                 *("-m", _MODULE),
                 stdin=PIPE,
                 stdout=PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is for the server, which ends this one
+                start_new_session=True,  # Ctrl-C is for the server, which ends this process
             )
         process = self._process
         assert process.stdin is not None
@@ -193,7 +193,7 @@ class ShadowTwin:
 def _window_line(
     subject: TwinSubject, requests: Sequence[RecentRequest], since_s: float, until_s: float
 ) -> bytes:
-    """Return a `Window` as the replaying process reads it."""
+    """Return a `Window` as a line for the replaying process."""
     adapters: dict[str | None, int] = {}
     ranks: list[int] = []
     seen = []

@@ -1,4 +1,4 @@
-"""An engine process that has none beside it: its requests wait for the next one, and go on there."""
+"""A single engine process: when it dies, its requests wait for the restarted one and continue there."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 _MAX_DEATHS: Final = 2
 _MAX_IN_A_ROW: Final = 3
-"""As many engine processes may die with a request, or without a token of it die or fall silent, before it is
-given up. Fewer than the crashes that end the server (`RestartPolicy`): one request that is the reason must
-not do that."""
+"""Number of engine processes that may die with a request (`_MAX_DEATHS`), or die or fall silent without a
+token of it (`_MAX_IN_A_ROW`), before it is given up. Fewer than the crashes that end the server
+(`RestartPolicy`): a single request must not cause that."""
 _HERE: Final = 0
 """The number of the only replica."""
 
 
 class SoleEngine(EngineClient):
-    """An EngineClient whose requests outlive the engine process. It counts its load as a fleet of one does,
-    if it knows what things cost."""
+    """An EngineClient whose requests outlive the engine process. If its costs are known, it tracks its load
+    like a fleet of one replica."""
 
     def __init__(self, config: object, **options: Any) -> None:
         """See EngineClient."""
@@ -91,7 +91,7 @@ class SoleEngine(EngineClient):
             report.close()
 
     def is_resampled(self, call_id: str) -> bool:
-        """See ServingEngine. The next engine process draws as the one before."""
+        """See ServingEngine. Always False: a restarted engine process samples the same tokens."""
         return False
 
     def twin(self) -> TwinSubject | None:
@@ -129,8 +129,8 @@ class SoleEngine(EngineClient):
 
 
 def _load_of(info: Ready, costs: str, options: EngineOptions) -> LiveRouting:
-    """Return a routing with one replica to send requests to."""
-    # Not before the engine process has started.
+    """Return a routing with a single replica."""
+    # Imported only after the engine process has started.
     from loraplex.fleet.answer_length import FIRST_GUESS
     from loraplex.server.fleet.fleet_setup import limits_of
     from loraplex.server.fleet.live_routing import LiveRouting
@@ -143,6 +143,6 @@ def _load_of(info: Ready, costs: str, options: EngineOptions) -> LiveRouting:
 def _is_known(load: LiveRouting, adapter: str | None) -> bool:
     try:
         load.request_of(adapter, 1)
-    except UnknownModelError:  # which the engine says better
+    except UnknownModelError:  # the engine raises a better error
         return False
     return True

@@ -1,4 +1,4 @@
-"""What an operator should know of a server that has started: limits that were not asked for."""
+"""Notes for the operator of a server that has started, about limits that nobody asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loraplex.server.waiting import Forecaster
 
 
 def context_notes(max_model_len: int, options: EngineOptions, config: ModelConfig) -> Iterator[str]:
-    """Say so where memory or a sliding window, not the operator, decides how long a context may be."""
+    """Yield a note if memory or a sliding window, not the operator, limits the length of contexts."""
     longest = config.shape.max_position
     if config.cut_context is not None and options.max_model_len is None:
         yield (
@@ -28,7 +28,7 @@ def context_notes(max_model_len: int, options: EngineOptions, config: ModelConfi
 
 
 def ttft_note(engine: Forecaster, max_ttft_s: float | None) -> Iterator[str]:
-    """Say so where the bound on the time to the first token cannot be kept, by what is predicted."""
+    """Yield a note if the limit on the time to the first token cannot be kept, or has no effect."""
     if max_ttft_s is None:
         return
     least = engine.forecast(None, 1, Admitted())
@@ -43,7 +43,7 @@ def ttft_note(engine: Forecaster, max_ttft_s: float | None) -> Iterator[str]:
 
 
 def shared_state_note(registry: AdapterRegistry, state_dir: Path) -> Iterator[str]:
-    """Say so where another server has its adapters in the same registry, as two fronts do."""
+    """Yield a note if another server shares this registry, as two fronts do."""
     others = registry.other_servers
     if others:
         servers = (
@@ -58,7 +58,7 @@ def shared_state_note(registry: AdapterRegistry, state_dir: Path) -> Iterator[st
 
 
 def namesake_notes(registry: AdapterRegistry, state_dir: Path) -> Iterator[str]:
-    """Say so where another server should have its adapters in the same registry, but has not."""
+    """Yield a note for each server that probably should share this registry but does not."""
     for pid, model in registry.namesakes:
         yield (
             f"another server (process {pid}) on the state folder {state_dir} serves a base model of the same "

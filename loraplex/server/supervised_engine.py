@@ -1,4 +1,4 @@
-"""An engine that a server starts, watches and ends: an engine process, a fleet, or a server elsewhere."""
+"""An engine that a server starts, supervises and stops: an engine process, a fleet, or a server elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex.server.waiting import Forecaster
 
 
 class SupervisedEngine(AsyncEngine, Protocol):
-    """An AsyncEngine with a life of its own. It starts once, may die and come back, and is closed at the end.
+    """An AsyncEngine with a life cycle: it is started once, may die and come back, and is closed at the end.
 
     Adapters that were added are known again after a restart.
     """
@@ -26,12 +26,12 @@ class SupervisedEngine(AsyncEngine, Protocol):
 
     @property
     def info(self) -> Ready | None:
-        """Return what the engine said of itself when it was last ready."""
+        """The engine's description of itself when it was last ready."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """Tell whether it takes requests now."""
+        """Return whether it takes requests now."""
         ...
 
     @property
@@ -42,9 +42,9 @@ class SupervisedEngine(AsyncEngine, Protocol):
         on_progress: Callable[[StartProgress], None] | None = None,
         add_adapters: Awaitable[object] | None = None,
     ) -> None:
-        """Start it and wait until it is ready for the adapters that `add_adapters` adds meanwhile.
+        """Start the engine and wait until it is ready for the adapters that `add_adapters` adds meanwhile.
 
-        Raises LoraplexError if it cannot start; a first start is not tried again.
+        Raises LoraplexError if it cannot start; a first start is not retried.
         """
         ...
 
@@ -54,17 +54,17 @@ class SupervisedEngine(AsyncEngine, Protocol):
 
 
 class ServingEngine(SupervisedEngine, Forecaster, Shadowed, Protocol):
-    """What a server answers requests by: a SupervisedEngine that predicts what it will do.
+    """The engine behind a server: a SupervisedEngine that predicts its own behaviour.
 
     Its requests outlive the processes that compute them.
     """
 
     @property
     def continued(self) -> Counter[Continued]:
-        """How often requests went on elsewhere, by reason."""
+        """Counts of requests continued elsewhere, by reason."""
         ...
 
     def is_resampled(self, call_id: str) -> bool:
-        """Tell whether an answer of a call with a seed went on elsewhere with other draws than the seed's.
-        Of calls that are open or were just answered."""
+        """Return whether an answer of a call with a seed was continued elsewhere with different random draws.
+        Valid for calls that are open or were just answered."""
         ...

@@ -1,4 +1,4 @@
-"""The part of the /metrics page about the shadow twin: the last minutes as predicted and as they were."""
+"""The part of the /metrics page about the shadow twin: predicted and measured figures of the last minutes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex.server.shadow_twin import TwinFigures
 
 
 def twin_families(twin: TwinFigures) -> Iterator[Metric]:
-    """Yield the families of the twin; those of figures have no sample while nobody was served lately."""
+    """Yield the metric families of the twin; those of figures are missing if there is no recent replay."""
     info = GaugeMetricFamily(
         "loraplex:twin_profile_info",
         "1, with the profile that the twin goes by: measured on this machine, or a guess",

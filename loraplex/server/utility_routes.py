@@ -1,4 +1,4 @@
-"""Tokenizing, health, version and metrics."""
+"""Routes for tokenizing, health, version and metrics."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )
-        # In a thread: streams go on while a page of thousands of adapters is written.
+        # In a thread: streams continue while a page of thousands of adapters is rendered.
         page = await asyncio.to_thread(render_metrics, snapshot)
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
 def _why_no_adapters(deps: ServerDeps) -> str | None:
-    """Return why the engine refuses all adapters; None if it does not. A few that are refused keep nobody
-    from the others."""
+    """Return why the engine refuses all adapters; None if any is served. A few refused adapters do not affect
+    the others."""
     refused = {name: left for name, left in deps.adapters.left_out.items() if left.is_refused}
     if not refused or deps.adapters.served():
         return None
@@ -129,6 +129,6 @@ def _why_no_adapters(deps: ServerDeps) -> str | None:
 
 
 def _check_model(deps: ServerDeps, model: str | None) -> None:
-    """All models share one tokenizer, but a name that does not exist is still a mistake."""
+    """Raise UnknownModelError if the model does not exist, although all models share one tokenizer."""
     if model is not None:
         deps.adapters.find(model)

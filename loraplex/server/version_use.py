@@ -6,7 +6,7 @@ import asyncio
 
 
 class VersionUse:
-    """A count with an event for zero."""
+    """A count of leases, with an event that is set at zero."""
 
     def __init__(self) -> None:
         self._num_leases = 0
@@ -32,7 +32,7 @@ class VersionUse:
 
 
 class Lease:
-    """A request's hold on the model it asked for. `name` and `version` are None for the base model."""
+    """A request's lease on the model it asked for. `name` and `version` are None for the base model."""
 
     def __init__(
         self, *, name: str | None, version: str | None, use: VersionUse | None, is_canary: bool = False
@@ -45,7 +45,7 @@ class Lease:
             use.acquire()
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the lease. Idempotent."""
         if self._use is not None:
             self._use.release()
             self._use = None

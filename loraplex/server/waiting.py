@@ -1,10 +1,10 @@
-"""The bounds on what waits: a request beyond them is refused at once, with the time to come back.
+"""The limits on waiting requests: a request beyond them is refused at once, with the time to retry after.
 
-Each choice of a call counts as a request from before its prompt is encoded until its first token, with the
-tokens of its prompt as soon as these are known. Without a bound, a burst is queued for longer than any client
-waits, and takes any amount of memory. Where the time to the first token is bounded as well, it is predicted
-twice: before the prompt is encoded, as if that were short, so that a server with too much to do does not
-even encode what it refuses; and with its tokens, before the engine hears of it.
+Each choice of a call counts as a request from before its prompt is encoded until its first token, and its
+prompt tokens count as soon as they are known. Without a limit, a burst would be queued for longer than any
+client waits, and could take any amount of memory. If the time to the first token is limited as well, it is
+predicted twice: before the prompt is encoded, as if it were short, so that an overloaded server does not even
+encode what it refuses; and again with its tokens, before the engine gets the request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from loraplex.fleet.admission import Admission, Admitted, Forecast
 from loraplex.server.errors import QueueFullError
 
 _RATE_WINDOW: Final = 64
-"""First tokens from which the rate of progress is computed."""
+"""Number of latest first tokens from which the rate of starts is computed."""
 _MAX_RETRY_AFTER_S: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitingLimits:
-    """`max_ttft_s`: the longest that a request may be predicted to wait for its first token; None for any."""
+    """Limits on waiting requests. `max_ttft_s`: longest predicted time to first token in seconds; None for no
+    limit."""
 
     max_requests: int = 4096
     max_tokens: int = 4 * 2**20
@@ -36,18 +37,18 @@ class WaitingLimits:
 
 
 class Refused(StrEnum):
-    """Why a call was refused."""
+    """The reason why a call was refused."""
 
     QUEUE_FULL = "queue_full"
     TTFT = "ttft"
 
 
 class Forecaster(Protocol):
-    """An engine that predicts when a request would have its first token."""
+    """An engine that predicts when a request would get its first token."""
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
-        """Return what is predicted of a request that would be sent now; None while nothing can be said.
-        `adapter`: a version. `admitted`: all that wait for their first token, sent or not."""
+        """Return the prediction for a request sent now; None if none can be made. `adapter`: a version.
+        `admitted`: all requests that wait for their first token, sent or not."""
         ...
 
 
@@ -55,19 +56,19 @@ class WaitingBook:
     """Counts requests that wait for their first token, and their prompt tokens."""
 
     def __init__(self, limits: WaitingLimits, clock: Clock, forecaster: Forecaster | None = None) -> None:
-        """`forecaster`: asked where the time to the first token is bounded."""
+        """`forecaster`: used if the time to the first token is limited."""
         self._limits = limits
         self._clock = clock
         self._forecaster = forecaster
         self.admission = None if limits.max_ttft_s is None else Admission(limits.max_ttft_s)
         self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)  # on the clock of `_waited_s`
-        self._idle_since_s: float | None = clock.now_s()  # None while somebody waits
-        self._idle_s = 0.0  # in all, up to `_idle_since_s`
+        self._idle_since_s: float | None = clock.now_s()  # None while any request waits
+        self._idle_s = 0.0  # total, up to `_idle_since_s`
         self.num_requests = 0
         self.num_tokens = 0
         self._num_encoded = 0  # of the requests
         self.num_refused: Counter[Refused] = Counter()
-        """Calls that were refused, by reason."""
+        """Number of refused calls, by reason."""
 
     def admit(
         self,
@@ -77,11 +78,11 @@ class WaitingBook:
         param: str = "prompt",
         was_admitted: bool = False,
     ) -> WaitingTicket:
-        """Count a call's requests (prompts × n) from now on, before work is done on their prompts.
+        """Count a call's requests (prompts × n) from now on, before their prompts are processed.
 
         Raises QueueFullError if there is no room now, and InvalidRequestError that blames `param` if there
-        never is. `adapter`: the version that is asked for. `was_admitted`: the requests were let in before,
-        by another server which cannot go on with them, and are never refused.
+        never will be. `adapter`: the version that is requested. `was_admitted`: the requests were admitted
+        before, by another server that cannot continue them, and are never refused.
         """
         if not was_admitted:
             self._check(num_requests, num_tokens=0, param=param)
@@ -95,8 +96,8 @@ class WaitingBook:
     def add_tokens(
         self, lens: Sequence[int], adapter: str | None, *, admitted_s: float, is_bounded: bool
     ) -> Forecast | None:
-        """Count the prompt tokens of requests that were admitted then; raises as `admit` does, unless they
-        are not bounded. Return what is predicted of them."""
+        """Count the prompt tokens of requests that were admitted at `admitted_s`; raises as `admit` does if
+        `is_bounded`. Return the prediction for them."""
         predicted = None
         if is_bounded:
             self._check(0, sum(lens))
@@ -106,8 +107,8 @@ class WaitingBook:
         return predicted
 
     def leave(self, num_tokens: int | None, *, started: bool) -> None:
-        """One request waits no longer; `started`: because its first token came. `num_tokens`: of its prompt,
-        None if that was not encoded."""
+        """Record that one request waits no longer. `started`: its first token came. `num_tokens`: of its
+        prompt; None if it was not encoded."""
         self.num_requests -= 1
         if num_tokens is not None:
             self.num_tokens -= num_tokens
@@ -142,8 +143,8 @@ class WaitingBook:
     def _forecast(
         self, adapter: str | None, lens: Sequence[int], *, waited_s: float = 0.0
     ) -> Forecast | None:
-        """Predict the first token of the last of these requests of a call; raises QueueFullError if that is
-        too far away."""
+        """Predict the first token of the last of these requests of a call. Raises QueueFullError if it would
+        come too late."""
         if self.admission is None or self._forecaster is None:
             return None
         *others, last = lens
@@ -165,7 +166,7 @@ class WaitingBook:
         )
 
     def came(self, predicted: Forecast, predicted_at_s: float) -> None:
-        """The first token came of a request of which this was predicted then."""
+        """Record that the first token came for a request with this prediction, made at `predicted_at_s`."""
         if self.admission is not None:
             self.admission.observe(predicted.ttft_s, self._clock.now_s() - predicted_at_s)
 
@@ -173,7 +174,7 @@ class WaitingBook:
         return self._clock.now_s()
 
     def _retry_after_s(self) -> int:
-        """Seconds until half of those that wait will have started, at the pace of the last ones."""
+        """Return the seconds until half of the waiting requests will have started, at the latest pace."""
         if len(self._starts_s) < 2:
             return 1
         span_s = self._waited_s() - self._starts_s[0]
@@ -181,13 +182,14 @@ class WaitingBook:
         return _whole_seconds(wait_s)
 
     def _waited_s(self) -> float:
-        """A clock that stands still while nobody waits: a quiet hour says nothing of the pace of starts."""
+        """Return the time on a clock that stops while nothing waits: idle time says nothing about the pace of
+        starts."""
         now_s = self._clock.now_s() if self._idle_since_s is None else self._idle_since_s
         return now_s - self._idle_s
 
 
 class WaitingTicket:
-    """One call's requests in the book."""
+    """The waiting requests of one call."""
 
     def __init__(
         self,
@@ -202,9 +204,9 @@ class WaitingTicket:
         self._adapter = adapter
         self._admitted_s = admitted_s
         self._is_bounded = is_bounded
-        # By choice, of those that wait; None before their prompts are encoded.
+        # Prompt tokens of the waiting choices, by choice; None before the prompts are encoded.
         self._num_tokens: dict[int, int | None] = dict.fromkeys(range(num_requests))
-        # Of a call with one choice, whose first token is the one that was predicted.
+        # Set for calls with a single choice, since the prediction is about one first token.
         self._predicted: tuple[Forecast, float] | None = None
 
     def encoded(self, prompts: Sequence[Sequence[int]], num_siblings: int) -> None:
@@ -219,7 +221,7 @@ class WaitingTicket:
             self._predicted = predicted, self._book.now_s()
 
     def started(self, choice: int) -> None:
-        """The first token of a choice came. May be called for each of its tokens."""
+        """Record that a choice has its first token. May be called for each of its tokens."""
         if choice in self._num_tokens:
             self._book.leave(self._num_tokens.pop(choice), started=True)
             if self._predicted is not None:
@@ -227,11 +229,11 @@ class WaitingTicket:
 
     @property
     def waits(self) -> bool:
-        """Tell whether any choice waits for its first token."""
+        """Return whether any choice waits for its first token."""
         return bool(self._num_tokens)
 
     def close(self) -> None:
-        """The call is over, however it ended. Idempotent."""
+        """Record that the call is over, however it ended. Idempotent."""
         for num_tokens in self._num_tokens.values():
             self._book.leave(num_tokens, started=False)
         self._num_tokens.clear()

@@ -1,14 +1,14 @@
-"""Keeps web pages of other sites away from the server: checks Host, Origin and Sec-Fetch-Site.
+"""Keep web pages of other sites away from the server by checking Host, Origin and Sec-Fetch-Site.
 
 Anything that runs in a browser on this machine can reach a server on loopback, so being unreachable from
-outside is no protection. Two attacks are meant:
+outside is no protection. Two attacks are prevented:
 
 - Cross-site requests. A page may POST to any address without asking. Browsers mark such requests with Origin,
-  and with Sec-Fetch-Site where the target is loopback or HTTPS; neither can be set by the page.
+  and with Sec-Fetch-Site if the target is loopback or HTTPS; the page can set neither.
 - DNS rebinding. A page's own name is made to resolve to this server's address, which makes the page
   same-origin with it. The name is still in Host; attackers cannot make browsers send an address there.
 
-Clients that are not browsers send none of the marks, and their Host is the name they were given.
+Clients that are not browsers send none of these headers, and their Host is the name they were given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRUSTED_SITES: Final = frozenset({"same-origin", "none"})  # `none`: typed by t
 
 @dataclass(frozen=True, kw_only=True)
 class WebAccess:
-    """Who may call from a browser, and the names that the server answers to.
+    """The web origins that may call from a browser, and the host names that the server answers to.
 
     `bound_host` is --host. `allowed_hosts` and `allowed_origins` are as `server.addresses` parses them.
     """
@@ -39,8 +39,8 @@ class WebAccess:
     allowed_origins: tuple[str, ...] = ()
 
     def allows_host(self, name: str) -> bool:
-        """Tell whether the server answers to a canonical host name. Rebinding needs a DNS name, so that any
-        address will do unless the server is bound to one of its own."""
+        """Return whether the server answers to a canonical host name. Rebinding needs a DNS name, so any
+        address is allowed unless the server is bound to a particular one."""
         if is_loopback(name) or name == canonical_name(self.bound_host):
             return True
         if ANY in self.allowed_hosts or name in self.allowed_hosts:
@@ -59,12 +59,12 @@ class WebAccess:
 
 
 class WebGuardMiddleware:
-    """Refuses what `access` does not allow. Plain ASGI, so that streams pass through untouched."""
+    """Refuses what `access` does not allow. It is plain ASGI, so that streams pass through untouched."""
 
     def __init__(self, app: ASGIApp, *, access: WebAccess) -> None:
         self._app = app
         self._access = access
-        self._last_allowed: list[str] = []  # the Host headers that the last request was let in with
+        self._last_allowed: list[str] = []  # the Host headers of the last allowed request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -76,7 +76,7 @@ class WebGuardMiddleware:
 
     def _host_error(self, scope: Scope) -> UserError | None:
         values = _values(scope, b"host")
-        if values and values == self._last_allowed:  # as nearly always
+        if values and values == self._last_allowed:  # the common case
             return None
         if not values and scope["http_version"] == "1.0":
             return None  # some load balancers check health this way; browsers always send Host
@@ -111,9 +111,9 @@ class WebGuardMiddleware:
 
 
 def _is_trusted(scope: Scope, origins: list[str]) -> bool:
-    """Tell whether a request comes from no web page, from one of our own, or from a link."""
+    """Return whether a request comes from no web page, from one of our own, or from a link."""
     sites = _values(scope, b"sec-fetch-site")
-    if sites:  # the browser's own verdict, which also holds behind a proxy that rewrites Host
+    if sites:  # the browser's own verdict, valid even behind a proxy that rewrites Host
         return _TRUSTED_SITES.issuperset(sites) or _is_link(scope)
     if not origins:
         return True
@@ -123,14 +123,15 @@ def _is_trusted(scope: Scope, origins: list[str]) -> bool:
 
 
 def _is_link(scope: Scope) -> bool:
-    """Tell whether a link on another site was followed: the page with the link cannot read the answer."""
+    """Return whether a link on another site was followed: the page with the link cannot read the answer."""
     is_navigation = _values(scope, b"sec-fetch-mode") == ["navigate"]
     is_whole_page = _values(scope, b"sec-fetch-dest") == ["document"]
     return bool(scope["method"] == "GET" and is_navigation and is_whole_page)
 
 
 def _is_health(scope: Scope) -> bool:
-    """Load balancers check health by address, whatever the server is bound to."""
+    """Return whether this is a health check. Load balancers send them by address, whatever the server is
+    bound to."""
     path: str = scope["path"]
     return path == _HEALTH or path.startswith(f"{_HEALTH}/")
 

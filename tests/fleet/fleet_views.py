@@ -1,4 +1,4 @@
-"""Fleets as routers see them: a view, beside the plain list of requests that it was made of."""
+"""Fleets as routers see them: a view, and the plain list of requests that it was made from."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from loraplex.perf.set_costs import PaddedSetCosts, RankSetCosts, RequestSets, S
 from loraplex.perf.subject import Subject
 
 RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
-"""By adapter."""
+"""Ranks by adapter."""
 MEAN_TOKENS = 128.0
-"""A power of two, like all coefficients below: sums are then exact, and ties are ties in whatever order a
-test adds up."""
+"""Tokens of an answer; a power of two like all coefficients below, so that sums are exact and ties are ties
+in any order of addition."""
 HOST_S, ELSEWHERE_S = 2.0**-9, 2.0**-6
 
 _COEFFICIENTS = {
@@ -104,7 +104,7 @@ class Fleet:
         return [each.request for each in self.sent if each.replica == replica and not each.is_running]
 
     def snapshot(self) -> list[object]:
-        """Everything that a router could change, as values."""
+        """Return everything that a router could change, as values."""
         load, tiers = self.view.load, self.view.tiers
         columns = [column.tolist() for sets in (load.everything, load.waiting) for column in sets]
         places = [(sorted(tiers.on_device(each)), sorted(tiers.on_host(each))) for each in range(len(RANKS))]
@@ -133,7 +133,7 @@ def fleet_of(
 
 
 def set_of(requests: Sequence[RoutedRequest]) -> RequestSets:
-    """One set, counted by walking over its requests."""
+    """Return one set, counted by iterating over its requests."""
     return RequestSets(
         num_requests=np.array([len(requests)]),
         sum_ranks=np.array([sum(each.rank for each in requests)]),
@@ -145,7 +145,7 @@ def set_of(requests: Sequence[RoutedRequest]) -> RequestSets:
 
 
 def candidates_of(fleet: Fleet, request: RoutedRequest) -> list[int]:
-    """The replicas of the plan that are up; any that is up if none of these is."""
+    """Return the replicas of the plan that are up; any that is up if none of these is."""
     up = [replica for replica, accepts in enumerate(fleet.view.load.accepts) if accepts]
     plan = fleet.view.plan
     placed = (
@@ -155,7 +155,7 @@ def candidates_of(fleet: Fleet, request: RoutedRequest) -> list[int]:
 
 
 def with_room(fleet: Fleet, request: RoutedRequest, replicas: Sequence[int]) -> list[int]:
-    """Those whose KV memory holds their requests and this one; all if there is none."""
+    """Return those whose KV memory holds their requests and this one; all if there is none."""
     load = fleet.view.load
     fitting = [
         replica
@@ -175,7 +175,7 @@ REQUESTS = st.builds(
 
 @st.composite
 def fleets(draw: st.DrawFn, *, costs: Iterable[str] = ("rank-proportional",)) -> Fleet:
-    """Few replicas and few kinds of requests, so that ties are frequent. One replica at least is up."""
+    """Draw few replicas and few kinds of requests, so that ties are frequent. At least one replica is up."""
     num_replicas = draw(st.integers(1, 6))
     down = draw(st.sets(st.integers(0, num_replicas - 1), max_size=num_replicas - 1))
     places = st.sets(st.integers(0, num_replicas - 1), min_size=1)

@@ -36,7 +36,7 @@ DIVIDING: dict[str, Placement] = {
 
 
 def num_moves(plan: Plan, previous: Plan) -> int:
-    """Return how many copies of a plan must be fetched, as the plan before it does not have them."""
+    """Return how many copies of a plan must be fetched, because the previous plan lacks them."""
     before = [*previous.replicas, *[()] * (len(plan.replicas) - len(previous.replicas))]
     return sum(len(set(now) - set(then)) for now, then in zip(plan.replicas, before, strict=True))
 

@@ -1,4 +1,5 @@
-"""Predicted first tokens against requests counted by hand and against the twin, and who is refused."""
+"""Predicted first tokens against requests counted by hand and against the twin, and which requests are
+refused."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ NOBODY = Admitted()
 
 
 def by_hand(fleet: Fleet, request: RoutedRequest, replica: int) -> float:
-    """The same by walking over requests; `rank-proportional` costs, whose sets are sums alone."""
+    """Compute the same by iterating over requests; with `rank-proportional` costs, whose sets are plain
+    sums."""
     costs, limits = fleet.view.costs, fleet.view.load.limits[replica]
     here, queue = fleet.requests(replica), fleet.queue(replica)
     shown = min(len(here), limits.max_running) / max(len(here), 1)
@@ -172,7 +174,7 @@ class NoMoves:
 
 
 def predicted_and_simulated(seed: int) -> tuple[float, float]:
-    """The first token of a request that finds an engine with random requests at work."""
+    """Measure the first token of a request that arrives at an engine with random requests in flight."""
     rng = random.Random(seed)
     step_tokens, max_running = rng.choice([64, 512]), rng.choice([8, 64])
     model = engine_model(step_tokens, kv_tokens := rng.choice([20_000, 200_000]))
@@ -199,7 +201,7 @@ def predicted_and_simulated(seed: int) -> tuple[float, float]:
     last = arrive(now_s + rng.expovariate(rate), 50)
     load = FleetLoad([ReplicaLimits(max_running=max_running, kv_tokens=kv_tokens)], AnswerLength(70.0))
     for number, each in enumerate(sent):
-        # The step under way ends later than now, and nobody has seen what comes of it.
+        # The step in flight ends later than now, and its result has not been reported yet.
         if each.finish_s is None or each.finish_s > last.arrival_s:
             load.sent(number, RoutedRequest(each.request.adapter, 8, each.request.prompt_tokens), 0)
             if each.first_token_s is not None and each.first_token_s <= last.arrival_s:
@@ -269,7 +271,7 @@ def test_times_far_below_the_bound_decide_nothing() -> None:
     for _ in range(100):
         admission.observe(0.001, 0.02)
     assert admission.correction == 1.0
-    for _ in range(100):  # a correction that refuses too much is unlearned by what it lets in
+    for _ in range(100):  # a correction that refuses too much is unlearned from admitted requests
         admission.observe(0.5, 5.0)
     assert admission.correction > 5.0
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""dLoRA's greedy placement by hand, and what it never does."""
+"""dLoRA's greedy placement computed by hand, and its invariants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loraplex.fleet.plan import Plan
 
 
 def lowest_tolerance(plan: Plan, problem: PlacementProblem) -> float:
-    """The definition itself: device memory left where an adapter is, over its load."""
+    """Compute the definition itself: device memory left where an adapter is, over its load."""
     assert problem.device_bytes is not None
     taken = plan.bytes_by_replica(problem.adapters, problem.num_replicas)
     left = np.maximum(problem.device_bytes - taken, 0)

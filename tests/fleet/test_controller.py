@@ -1,4 +1,4 @@
-"""The controller and the replanner, with planners that are written out."""
+"""The controller and the replanner, with planners whose plans are written out."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ON_0, ON_1 = (Plan.of_homes(np.full(len(RANKS), home)) for home in (0, 1))
 
 
 def nobody(request_id: Hashable) -> int | None:
-    """No request is asked for by those who do not migrate."""
+    """Fail: without migration no request's output is looked up."""
     raise AssertionError(request_id)
 
 
 class WrittenPlanner:
-    """Returns these plans one after the other."""
+    """A planner that returns these plans one after the other."""
 
     period_s = 10.0
 
@@ -53,7 +53,8 @@ class WrittenPlanner:
 
 
 class WrittenPlacement:
-    """Keeps what it is asked, and places everything on replica 0; of other numbers of adapters as `plan`."""
+    """A placement that records its problems, and places everything on replica 0; other numbers of adapters by
+    `plan`."""
 
     def __init__(self) -> None:
         self.problems: list[PlacementProblem] = []
@@ -157,7 +158,7 @@ def test_a_fleet_may_begin_after_it_was_made() -> None:
 
 
 def test_an_idle_fleet_begins_its_periods_anew() -> None:
-    """After a last plan that is made of what was asked for before."""
+    """The last plan before that includes the demand so far."""
     planner = WrittenPlanner(ON_0, ON_1, ON_0)
     controller = controller_of(planner)
     assert controller.is_idle
@@ -200,7 +201,7 @@ def test_a_replica_that_is_down_or_drains_is_sent_nothing() -> None:
 
 
 def test_an_adapter_is_fetched_from_a_replica_that_is_up() -> None:
-    """Though one that is down could send sooner, or is the only one left."""
+    """Even if one that is down could send sooner; unless it is the only holder left."""
     plan = Plan.with_equal_shares([(0, 1), *[(2,)] * (len(RANKS) - 1)])
     controller = Controller(
         adapters=ADAPTERS,
@@ -221,7 +222,8 @@ def test_an_adapter_is_fetched_from_a_replica_that_is_up() -> None:
 
 
 def test_gamma_counts_the_loads_that_moves_cause() -> None:
-    """Once for all requests of an adapter that move to a replica, and not where it is on the device."""
+    """Each load counts once for all requests for an adapter that move to a replica, and not if it is on the
+    device."""
     views: list[MigrationView] = []
 
     class Watcher(Migrator):
@@ -353,7 +355,7 @@ def test_a_placement_that_is_made_once_asks_for_no_tick() -> None:
 
 
 def test_steady_demand_keeps_the_plan() -> None:
-    """The very same one, so that nobody compares two plans to see that nothing moves."""
+    """The plan is the same object, so that nobody has to compare two plans to see that nothing moves."""
     placement = HysteresisPlacement(placement=BurstTolerancePlacement())
     replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=2, period_s=10.0, device_bytes=500)
     controller = controller_of(replanner)

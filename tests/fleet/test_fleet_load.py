@@ -41,7 +41,7 @@ class AnyLoad(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data(), num_more=st.integers(0, 300), place=st.integers(0, 3))
     def move(self, data: st.DataObject, num_more: int, place: int) -> None:
-        """Any number of times; the answer only grows."""
+        """Move a request, any number of times; the answer only grows."""
         request_id, replica = data.draw(st.sampled_from(sorted(self.open))), place % self.load.num_replicas
         prompt_tokens = self.first[request_id].prompt_tokens
         num_output = self.open[request_id].request.prompt_tokens - prompt_tokens + num_more
@@ -54,7 +54,7 @@ class AnyLoad(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        """A second report changes nothing."""
+        """Report a first token; a second report changes nothing."""
         request_id = data.draw(st.sampled_from(sorted(self.open)))
         self.load.first_token(request_id)
         self.open[request_id] = self.open[request_id]._replace(is_running=True)
@@ -69,7 +69,7 @@ class AnyLoad(RuleBasedStateMachine):
     @precondition(lambda self: self.load.num_replicas < 6)
     @rule()
     def join(self) -> None:
-        """Requests stay where they are, and who accepted them does."""
+        """Add a replica; requests stay where they are, and `accepts` stays as it was."""
         self.load.accepts[0] = False
         self.load = self.load.with_replica(self.load.num_replicas, LIMITS)
         assert self.load.accepts.tolist() == [False] + [True] * (self.load.num_replicas - 1)
@@ -109,7 +109,7 @@ class AnyLoad(RuleBasedStateMachine):
             assert dict(self.load.waiting_on(adapter)) == {each: queued.count(each) for each in set(queued)}
 
     def teardown(self) -> None:
-        """Where all requests have ended, nothing is left of them."""
+        """Check that nothing is left when all requests have ended."""
         if not hasattr(self, "load"):
             return
         for request_id in self.open:
@@ -236,7 +236,7 @@ def test_the_mean_follows_when_answers_become_longer() -> None:
 
 @given(st.lists(st.integers(0, 1000), max_size=300))
 def test_the_mean_is_never_below_one_token(lengths: list[int]) -> None:
-    """Routers divide by it, also when the first answers end without any."""
+    """Routers divide by it, even when the first answers end without a token."""
     answers = AnswerLength()
     for length in lengths:
         answers.observe(length)

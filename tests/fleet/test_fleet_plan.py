@@ -1,4 +1,4 @@
-"""Plans: what is refused, and what can be read off them."""
+"""Plans: what is refused, and what they report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan stays for as long as it is good enough."""
+"""A plan is kept as long as it is good enough."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_step_5_moves_the_fewest_bytes_not_the_fewest_adapters() -> None:
 def fetched_bytes(
     contents: list[dict[int, float]], replica_of_bin: list[int], problem: PlacementProblem
 ) -> int:
-    """What the replicas have to fetch if each bin becomes this replica."""
+    """Return the cost of what the replicas have to fetch if each bin becomes this replica."""
     previous = () if problem.previous is None else problem.previous.replicas
     return sum(
         int(problem.adapters.num_bytes[adapter])

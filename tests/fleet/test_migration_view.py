@@ -1,4 +1,4 @@
-"""The fleet's view as migration asks for it: what is in use, and what a move would cost."""
+"""The fleet's view in the form that migration needs: memory in use, and the cost of a move."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from loraplex.fleet.migration.trigger import UnevenReplicas
 
 
 def test_the_kv_in_use_is_that_of_tokens_so_far() -> None:
-    """Neither what waits nor what answers may still become is in the cache; a request that has ended
-    meanwhile is no longer."""
+    """Neither waiting requests nor expected output are in the cache; a request that has ended meanwhile no
+    longer is."""
     fleet = fleet_of(2)  # of 4096 KV tokens each
     fleet.send(request_of(0, 1000), 0, is_running=True)
     fleet.send(request_of(1, 2000), 0, is_running=True)

@@ -1,4 +1,4 @@
-"""Goodput under overload, on the twin of an engine: what is let in has its first token in time."""
+"""Goodput under overload, on the twin of an engine: admitted requests get their first token in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 MAX_TTFT_S = 3.0
 SLOWNESS = 4.0
-"""Of the engine: few requests are many to it, so that few have to be simulated."""
+"""Factor by which the engine is slower, so that few requests overload it and few have to be simulated."""
 RATES = (3.0, 4.0, 5.0)
 NUM_ADAPTERS, STEP_TOKENS, KV_TOKENS = 4, 128, 40_000
 
@@ -36,10 +36,11 @@ class Sent(NamedTuple):
 
 
 class Server:
-    """A twin, and in front of it what a server knows: requests that it sent, and what it saw of them."""
+    """A twin, and the knowledge of a server in front of it: requests that it sent, and what it saw of
+    them."""
 
     def __init__(self, *, believed: float, is_bounded: bool) -> None:
-        """`believed`: how much slower the engine is thought to be than it is."""
+        """`believed`: factor by which the engine is assumed to be slower than it is."""
         model = replace(engine_model(STEP_TOKENS, KV_TOKENS), corrections=Corrections(step=SLOWNESS))
         self._engines = OwnEngines(
             model, ReplayOptions(num_adapters=NUM_ADAPTERS, ranks=(8,), max_running=32), longest=1000
@@ -61,11 +62,11 @@ class Server:
         )
         self._admission = Admission(MAX_TTFT_S) if is_bounded else None
         self.in_time: list[float] = []
-        """When requests ended whose first token was in time."""
+        """Times at which requests ended whose first token was in time."""
         self._late: set[str] = set()
 
     def see(self, now_s: float) -> None:
-        """Take in what could be seen by now."""
+        """Record everything that could be observed by now."""
         self._twin.advance(now_s)
         load = self._view.load
         seen = [event for event in self._events if event.at_s <= now_s]
@@ -98,7 +99,7 @@ class Server:
 
 
 def goodput(rate: float, *, believed: float = 1.0, is_bounded: bool = True) -> float:
-    """Requests per second whose first token was in time, after a while."""
+    """Return the requests per second whose first token was in time, after a warm-up."""
     rng, now_s, until_s, warm_s = random.Random(7), 0.0, 90.0, 30.0
     server = Server(believed=believed, is_bounded=is_bounded)
     while (now_s := now_s + rng.expovariate(rate)) < until_s:
@@ -116,7 +117,7 @@ def goodput(rate: float, *, believed: float = 1.0, is_bounded: bool = True) -> f
 
 @pytest.fixture(scope="module")
 def peak() -> tuple[float, float]:
-    """The rate with the most goodput, and that goodput."""
+    """Return the rate with the most goodput, and that goodput."""
     found = {rate: goodput(rate) for rate in RATES}
     best = max(found, key=lambda rate: found[rate])
     return best, found[best]

@@ -1,4 +1,4 @@
-"""What no placement can place is refused when the problem is stated; demand is extrapolated."""
+"""Problems that no placement can solve are refused at construction; demand is extrapolated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simple placements by hand, and what must hold of every one."""
+"""The simple placements computed by hand, and the invariants of all placements."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_random_follows_its_seed() -> None:
 
 
 def test_a_full_host_first_gives_up_copies_and_then_idle_adapters() -> None:
-    """Replica 0 has 40 bytes of 20: a copy of adapter 0 goes, then adapter 2, which nobody asks for."""
+    """Replica 0 has 40 bytes of 20: a copy of adapter 0 is removed, then adapter 2, which has no demand."""
     plan = Plan.with_equal_shares([[0, 1], [0], [0], [0]])
     problem = problem_of(
         ranks=[8] * 4, num_bytes=[10] * 4, demand=[9.0, 5.0, 0.0, 2.0], num_replicas=2, host_bytes=20

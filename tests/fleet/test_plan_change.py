@@ -1,4 +1,4 @@
-"""From one plan to the next: an adapter moves when its new replicas have it."""
+"""The change from one plan to the next: an adapter moves when its new replicas have it."""
 
 from __future__ import annotations
 

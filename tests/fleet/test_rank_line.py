@@ -46,7 +46,8 @@ def test_an_adapter_that_needs_several_replicas_has_them() -> None:
 
 @given(problems(with_previous=False))
 def test_without_padding_all_replicas_are_equally_busy(problem: PlacementProblem) -> None:
-    """But for what is expected of spare copies, and what adapters count for that nobody asks for."""
+    """This holds except for the demand expected at spare copies, and the minimum that idle adapters count
+    for."""
     problem = problem_of(
         ranks=problem.adapters.ranks.tolist(),
         demand=[max(each, 1.0) for each in problem.demand.tolist()],
@@ -73,7 +74,7 @@ def test_copies_take_a_quarter_of_the_memory_of_everywhere_at_most() -> None:
     ranks, demand = [8] * 300, rng.pareto(1.0, 300).tolist()
     for num_replicas in (4, 8, 16, 60):
         plan = PADDED.place(problem_of(ranks=ranks, demand=demand, num_replicas=num_replicas))
-        # Every adapter has one copy and an adapter at a cut two: with four replicas that is all there is.
+        # Every adapter has one copy, and an adapter at a cut has two: with four replicas there are no others.
         assert plan.num_copies <= max(0.25 * num_replicas * 300, 300 + num_replicas)
 
 
@@ -110,7 +111,7 @@ def test_token_rates_follow_the_costs() -> None:
 
 
 def test_spare_copies_make_no_replica_slower() -> None:
-    """They lie where ranks are not smaller, as kernels pad to the largest."""
+    """They are placed where ranks are not smaller, because kernels pad to the largest."""
     problem = problem_of(ranks=[8, 16, 32, 64, 128] * 5, demand=[100.0] * 25, num_replicas=8)
     plan = PADDED.place(problem)
     spares = [adapter for adapter, replicas in enumerate(plan.replicas) if len(replicas) > 1]

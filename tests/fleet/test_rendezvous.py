@@ -48,7 +48,7 @@ def test_removing_a_replica_moves_only_its_adapters(num_replicas: int, data: st.
 
 @pytest.mark.parametrize("bound", [1.0, 1.25, 2.0])
 def test_no_replica_exceeds_the_bound(bound: float) -> None:
-    """Even where everybody asks for one adapter."""
+    """This holds even if all requests are for one adapter."""
     fleet, router = fleet_of(7), RendezvousRouter(bound)
     for number in range(1, 120):
         replica = router.choose(request_of(0), fleet.view)

@@ -1,4 +1,5 @@
-"""Every router chooses what a walk over all replicas and their requests finds to be best."""
+"""Every router chooses the replica that an iteration over all replicas and their requests finds to be
+best."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: Route
     def key(replica: int) -> Key:
         exists, queue = fleet.requests(replica), fleet.queue(replica)
         decode_s = costs.decode_s(set_of([*exists, request]))[0]
-        # A prompt joins a step that is taken anyway.
+        # A prompt joins a step that runs anyway.
         queue_s, least_s = (
             costs.prefill_s(set_of(each))[0] for each in (queue, [request._replace(prompt_tokens=1)])
         )
@@ -111,7 +112,7 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     cheapest_s = min(allowed.values())
     num_waiting = {each: len(fleet.queue(each)) for each in allowed}
     crowded = CROWDED if load.num_slots is None else 0.0
-    # What is as good as the cheapest to the last digit may be seen either way.
+    # A replica whose cost is within rounding of the cheapest may count either way.
     similar, surely_similar = (
         [each for each, cost in allowed.items() if cost <= cheapest_s * (1 + SIMILAR) * sure]
         for sure in (1 + 1e-9, 1 - 1e-9)
@@ -131,7 +132,7 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     )
     chosen = AutoRouter().choose(request, fleet.view)
     planned = frozenset() if plan is None or adapter is None else frozenset(plan.replicas[adapter])
-    # Where engines have slots, each is meant for somebody.
+    # If engines have slots, each is planned for an adapter.
     meant = frozenset() if load.num_slots is None else planned & on_device
     for homes in (meant, on_device, on_host, planned):
         if surely_near & homes:
@@ -157,7 +158,7 @@ def test_auto_leaves_slots_to_those_that_the_plan_means_them_for(
 
 
 def test_auto_takes_turns_where_replicas_are_about_as_good() -> None:
-    """The cheapest alone would be interrupted by all prompts."""
+    """Otherwise all prompts would interrupt the cheapest one."""
     fleet, router = fleet_of(3, costs=COSTS["steps"]), AutoRouter()
     for replica, number in enumerate((4, 5, 5)):
         for _ in range(number):
@@ -168,7 +169,7 @@ def test_auto_takes_turns_where_replicas_are_about_as_good() -> None:
 
 
 def test_auto_leaves_an_adapter_where_too_many_prompts_wait() -> None:
-    """Each of them would hold up whoever decodes there."""
+    """Each of them would delay the requests that decode there."""
     limits = ReplicaLimits(max_running=16, kv_tokens=4096)
     fleet, router = fleet_of(3, costs=COSTS["steps"], limits=[limits] * 3), AutoRouter()
     for replica in range(3):
@@ -242,7 +243,7 @@ def test_affinity_adds_up_three_scores(fleet: Fleet, request: RoutedRequest) -> 
         return 0.6 if mine else 0.0
 
     def key(replica: int) -> Key:
-        # Rounded, as the order in which three fractions are added is nobody's business.
+        # Rounded, because the order in which three fractions are added does not matter.
         queue_score = (max(queues) - len(fleet.queue(replica))) / max(max(queues) - min(queues), 1)
         kv_tokens = sum(each.prompt_tokens + MEAN_TOKENS for each in fleet.requests(replica))
         kv_score = 1 - min(kv_tokens / fleet.view.load.limits[replica].kv_tokens, 1)
@@ -281,7 +282,7 @@ def test_all_replicas_down_is_said_in_words(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ROUTERS) - {"first-fit", "rendezvous"}))
 def test_every_replica_gets_its_turn_among_equals(name: str) -> None:
-    """First-fit and rendezvous hashing have an order of their own and keep to it."""
+    """First-fit and rendezvous hashing have their own fixed order."""
     fleet, router = fleet_of(5, down=[2]), router_named(name)
     chosen = Counter(router.choose(request_of(0), fleet.view) for _ in range(400))
     assert set(chosen) == {0, 1, 3, 4}
@@ -299,7 +300,7 @@ def test_adapters_on_different_replicas_do_not_take_each_others_turns(name: str)
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=60))
 def test_no_replica_is_passed_over_for_longer_than_all_others_take(rounds: list[set[int]]) -> None:
-    """Whatever the candidates are: a replica that is among the equals of six picks is picked by then."""
+    """This holds for any candidates: a replica that is among the equals of six picks is picked by then."""
     turns, passed = Turns(), Counter[int]()
     for candidates in rounds:
         chosen = turns.pick(np.array(sorted(candidates)))
@@ -339,7 +340,8 @@ def test_a_replica_without_kv_memory_is_chosen_only_if_all_are(name: str) -> Non
 
 
 def test_rank_aware_counts_an_adapter_once() -> None:
-    """Requests of the same rank and length: where the adapter is in flight, the step has not one more."""
+    """Among requests of the same rank and length: where the adapter is in flight, the step has no additional
+    one."""
     fleet = fleet_of(2, costs=COSTS["steps"])
     for adapter, replica in ((0, 0), (4, 1)):
         fleet.send(request_of(adapter), replica, is_running=True)
@@ -353,8 +355,8 @@ def test_rank_aware_counts_an_adapter_once() -> None:
 def toy_choices(
     form: type[PaddedSetCosts | RankSetCosts], measured_ms: list[float], slo_ms: float | None
 ) -> set[int]:
-    """Which of two servers get a request of rank 64: server 1 (0 here) has 24 requests of rank 32, server 2
-    has 16 of rank 64. Eq. 2 is fitted to the latencies of both in the figure."""
+    """Return which of two servers gets a request of rank 64: server 1 (0 here) has 24 requests of rank 32,
+    server 2 has 16 of rank 64. Eq. 2 is fitted to the latencies of both in the figure."""
     columns = [[24, 16], [24 * 32, 16 * 64], [32, 64], [24, 16], [24, 16], [24, 16]]
     sets = RequestSets(*(np.array(column) for column in columns))
     costs = form.fit(

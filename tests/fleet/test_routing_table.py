@@ -26,7 +26,7 @@ def plan_of(*weights: list[float]) -> Plan:
 def test_stride_keeps_every_share_to_within_one_request(
     first: list[float], second: list[float], adapters: list[int]
 ) -> None:
-    """After any number of requests, whatever is asked for in between."""
+    """This holds after any number of requests, whatever other requests come in between."""
     plan, router = plan_of(first, second), RoutingTableRouter()
     fleet = fleet_of(8, plan=plan)
     counts: dict[int, Counter[int]] = {0: Counter(), 1: Counter()}

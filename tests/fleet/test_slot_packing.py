@@ -123,7 +123,7 @@ TREND, MEAN = 3.0, 1.5
 def test_a_placement_says_what_demand_it_goes_by(
     placement: str, num_slots: int | None, expected: float
 ) -> None:
-    """By the trend of the periods; `auto` by their mean where there are slots."""
+    """It is the trend of the periods; `auto` uses their mean if there are slots."""
     named = PLACEMENTS[placement]
     assert named is not None
     asked: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""Which replicas a router may choose from, and where adapters are."""
+"""The replicas that a router may choose from, and the location of adapters."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from server_fixtures import Api, Served, make_server
 
 @pytest.fixture
 def make_api(tmp_path: Path) -> Iterator[Callable[..., Api]]:
-    """Makes servers that are called in this process; see `make_server` for the options."""
+    """Yield a factory of servers that are called in this process; see `make_server` for the options."""
     apis: list[Api] = []
 
     def make(*args: Any, **options: Any) -> Api:
@@ -29,7 +29,7 @@ def api(make_api: Callable[..., Api]) -> Api:
 
 @pytest.fixture
 def make_served(tmp_path: Path) -> Callable[..., Served]:
-    """Makes servers for `live`."""
+    """Return a factory of servers for `live`."""
 
     def make(*args: Any, **options: Any) -> Served:
         return make_server(tmp_path, *args, **options)

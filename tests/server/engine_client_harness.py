@@ -61,7 +61,7 @@ async def tokens(client: EngineClient, request: EngineRequest) -> tuple[int, ...
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Poll for what another process does and nobody announces; `run` bounds it."""
+    """Poll for a condition in another process that sends no notification; `run` bounds the time."""
     while not await condition():
         await asyncio.sleep(0.01)
 

@@ -1,6 +1,6 @@
 """A core without a model, for tests of everything around the core; importable by a child process.
 
-A prompt's first token decides: a magic one misbehaves, any other is echoed as `tokens_of` says.
+A prompt's first token decides: a magic one misbehaves, any other is echoed as `tokens_of` defines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FakeOptions:
 
 
 def tokens_of(request: EngineRequest) -> tuple[int, ...]:
-    """What the fake core answers."""
+    """Return the fake core's answer."""
     return tuple(_token_of(request, index) for index in range(request.params.max_tokens or 1))
 
 
@@ -115,7 +115,7 @@ class FakeCore:
         return len(self.to_prepare)
 
     def prepare(self) -> bool:
-        """Slowly, if asked to: each preparation waits until somebody removes the file that it names."""
+        """Prepare, slowly if configured: each preparation waits until the file that it names is removed."""
         if not self.to_prepare:
             return False
         while self.to_prepare[0].exists():
@@ -220,8 +220,8 @@ LOADING, CAPTURING, BEGUN = "loading", "capturing", "begun-"
 
 
 def build_gated(options: EngineOptions, progress: Callable[[str, float | None], None]) -> FakeCore:
-    """A core of which tests decide how far its start has come, by files in the model's folder: it loads until
-    one is gone, and captures until the other is. Fails if there is none to begin with."""
+    """A core whose start is controlled by tests, with files in the model's folder: it loads until one is
+    removed, and captures until the other is. Fails if there is none to begin with."""
     folder = Path(options.model)
     if not (folder / LOADING).exists():
         raise errors.ModelError("this model has no layers")
@@ -232,7 +232,7 @@ def build_gated(options: EngineOptions, progress: Callable[[str, float | None], 
 
 
 def build_held(options: EngineOptions, progress: Callable[[str, float | None], None]) -> FakeCore:
-    """A core that loads while a file in the model's folder holds it up. It leaves its process id there."""
+    """A core that loads while a file in the model's folder exists. It leaves its process id there."""
     folder = Path(options.model)
     (folder / f"{BEGUN}{os.getpid()}").touch()
     while (folder / LOADING).exists():

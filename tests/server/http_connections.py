@@ -74,7 +74,7 @@ class AnsweredLater:
 
 
 def read_responses(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
-    """Status and body of answers that come one after another, each with a Content-Length."""
+    """Return status and body of consecutive answers, each with a Content-Length."""
     responses = []
     with connection.makefile("rb") as answers:
         for _ in range(count):

@@ -11,7 +11,7 @@ from loraplex.core.logs import TextFormatter
 
 
 class Lines(logging.Handler):
-    """Log records as they come, for a test to wait for; `text` is all of them as they would be written."""
+    """Log records as they arrive, for a test to wait for; `text` is all of them as they would be written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Lines(logging.Handler):
         self._records.put(record)
 
     def take(self) -> dict[str, Any]:
-        """The next line: its level, its message, and those fields that have a value."""
+        """Return the next line: its level, its message, and those fields that have a value."""
         record = self._records.get(timeout=30)
         values: dict[str, Any] = record.fields  # type: ignore[attr-defined]
         known = {key: value for key, value in values.items() if value is not None}

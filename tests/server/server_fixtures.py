@@ -54,7 +54,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def write_adapter(path: Path, *, rank: int = 2, seed: int = 0, **config: Any) -> Path:
-    """A real PEFT checkpoint for SHAPE; another seed is another version."""
+    """Write a real PEFT checkpoint for SHAPE; another seed is another version."""
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -75,7 +75,7 @@ def status_of(engine: FakeEngine) -> EngineStatus:
 
 @dataclass
 class Served:
-    """A server's parts, for tests to look into."""
+    """A server's parts, for tests to inspect."""
 
     app: FastAPI
     engine: FakeEngine
@@ -133,7 +133,7 @@ def make_server(
 
 
 class Api:
-    """Calls an application in this process. One event loop for all calls, as in a server."""
+    """Calls an application in this process. One event loop serves all calls, as in a server."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -167,7 +167,7 @@ class Api:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The data of a server-sent event stream; its last event must be [DONE]."""
+    """Return the data of a server-sent event stream; its last event must be [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
@@ -176,7 +176,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 @contextmanager
 def live(served: Served, connections: ConnectionLimits | None = None) -> Iterator[str]:
-    """The server on a free port of loopback, in a thread; yields its URL."""
+    """Run the server on a free port of loopback, in a thread; yields its URL."""
     book = ConnectionBook(connections or ConnectionLimits(), MonotonicClock())
     config = uvicorn.Config(
         served.app,

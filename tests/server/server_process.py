@@ -1,4 +1,5 @@
-"""`loraplex serve` as a process of its own, what tests ask it, and commands called in this process."""
+"""`loraplex serve` as a separate process, calls that tests make to it, and commands called in this
+process."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PATIENCE_S = 120.0
 def serving(
     folder: Path, *options: str, command: str = "serve", environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A server process; yields it, its URL and all it said until it was ready."""
+    """Run a server process; yields it, its URL and its output until it was ready."""
     start = [*COMMAND, *command.split(), "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
     process = subprocess.Popen(
         [*start, "--kv-memory", "4MiB", *options],
@@ -53,7 +54,7 @@ def serving(
 
 
 class Ended(NamedTuple):
-    """How a command ended, and what it said."""
+    """The exit code of a command, and its output."""
 
     returncode: int
     stdout: str
@@ -61,7 +62,7 @@ class Ended(NamedTuple):
 
 
 def run_command(*args: str, **environment: str) -> Ended:
-    """Run a command in this process: a process of its own takes a second to import what is here already."""
+    """Run a command in this process: a new process takes a second for imports that are done here already."""
     done = CliRunner().invoke(app, args, env={"COLUMNS": "200", **environment})
     if done.exception is not None and not isinstance(done.exception, SystemExit | LoraplexError):
         raise done.exception
@@ -70,7 +71,7 @@ def run_command(*args: str, **environment: str) -> Ended:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll: what happens in another process can only be asked for."""
+    """Poll a condition: events in another process can only be polled."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, f"waited in vain for: {what}"
@@ -78,6 +79,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def replicas(url: str) -> list[dict[str, Any]]:
-    """Return what a fleet says of its replicas."""
+    """Return what a fleet reports about its replicas."""
     rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
     return rows

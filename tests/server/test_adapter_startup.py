@@ -34,7 +34,7 @@ def api(make_api: Callable[..., Api], folder: Path) -> Api:
 
 
 def restart(api: Api, *folders: Path, given: Sequence[GivenAdapter] = ()) -> StartReport:
-    """What a new process of the same state folder does."""
+    """Do what a new process on the same state folder does."""
     api.served.service._served.clear()
     report: StartReport = api.run(start_adapters(api.served.service, folders, given))
     return report
@@ -129,7 +129,7 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
         assert (paths(api), report.num_skipped) == ({}, 1)
         assert closed.startswith("adapter 'two' is not served:")
 
-    # Neither forgotten nor replaced by the folder's: it is served again as soon as it may be.
+    # It is neither forgotten nor replaced by the folder's: it is served again as soon as it may be.
     assert api.served.service.registry.names() == ["two"]
     api.served.service.files.allowed = AllowedPaths([folder])
     assert restart(api).notes == ()
@@ -144,7 +144,7 @@ def test_the_folder_that_the_api_loaded_may_be_given_as_well(api: Api, folder: P
     assert restart(api, folder).notes == ()
     assert paths(api)["two"] == folder / "two"
 
-    # It is the API's still, also in a new version.
+    # It is still the API's, also in a new version.
     write_adapter(folder / "two", seed=7)
     assert restart(api, folder).notes == ("adapter 'two': its files have changed; serving the new version",)
     assert restart(api, folder).notes == ()
@@ -293,7 +293,7 @@ def test_an_adapter_that_is_given_by_itself_and_too_large_fails_the_start(
 def test_readiness_says_when_no_adapter_is_served(
     make_api: Callable[..., Api], folder: Path, monkeypatch: pytest.MonkeyPatch, is_ready: bool
 ) -> None:
-    """`is_ready`: engines of the server's own refuse all of them; else servers elsewhere do."""
+    """`is_ready`: the server's own engines refuse all of them; else servers elsewhere do."""
     api = make_api(allowed=[folder], is_ready_without_adapters=is_ready)
 
     async def refuse(spec: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who may change adapters and see where files are."""
+"""The clients that may change adapters and see where files are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unload(api: Api, key: str | None = None, **options: object) -> httpx.Respons
 
 
 def shows_paths(api: Api, key: str | None = None, **options: object) -> bool:
-    """Whether both lists have paths; it must not differ within one, or between them."""
+    """Return whether both lists have paths; it must not differ within one, or between them."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= options.pop("headers", {})  # type: ignore[arg-type]
     models = api.get("/v1/models", headers=headers, **options).json()["data"]

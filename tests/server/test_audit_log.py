@@ -1,4 +1,4 @@
-"""The audit log: who changed adapters, or was not let."""
+"""The audit log: who changed adapters, or was refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_changes_of_a_trial_are_audited(
     first = audit.take()["new_version"]
 
     def changes(verb: str, body: dict[str, Any]) -> list[tuple[str, str | None, str | None]]:
-        """Message, old and new version of the lines about a change."""
+        """Return message, old and new version of the lines about a change."""
         api.post(f"/v1/{verb}_lora_adapter", body)
         lines = [audit.take()]
         if lines[0]["message"] == "adapter stage":

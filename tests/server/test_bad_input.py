@@ -28,7 +28,7 @@ COMPLETION = {"model": "base", "prompt": "hi"}
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error object, which must have OpenAI's shape."""
+    """Return the error object, which must have OpenAI's format."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()
@@ -191,7 +191,7 @@ def test_wrong_prompts_are_refused(api: Api, prompt: Any) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "long " * 1000}]}, "messages"),
         ("/v1/chat/completions", {"messages": USER, "max_tokens": 256}, "max_tokens"),
         ("/v1/completions", {"prompt": [1] * 256}, "prompt"),
-        # What is wrong with single ids is not looked for in a prompt that is too long in any case.
+        # Single ids are not checked in a prompt that is too long anyway.
         ("/v1/completions", {"prompt": [1] * 256 + ["x"]}, "prompt"),
         ("/v1/completions", {"prompt": [1] * 255, "max_tokens": 2}, "max_tokens"),
     ],

@@ -36,7 +36,7 @@ def banner(
 
 
 def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) -> list[dict[str, Any]]:
-    """The bodies of the command lines a banner shows."""
+    """Return the bodies of the command lines that a banner shows."""
     shown = banner(prompts, has_chat=has_chat).splitlines()
     lines = [line for line in shown if line.strip().startswith("curl")]
     return [json.loads(shlex.split(line)[-1]) for line in lines]

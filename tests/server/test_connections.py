@@ -1,4 +1,4 @@
-"""Connections that send half a request, or nothing, neither stay for ever nor lock others out."""
+"""Connections that send half a request, or nothing, neither stay forever nor lock others out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ServedFactory = Callable[..., Served]
 
 
 def error_of(connection: socket.socket) -> tuple[int, str]:
-    """Status and code of an answer that ends the connection, which must look like all other errors."""
+    """Return status and code of an answer that ends the connection, which must look like all other errors."""
     response = http.client.HTTPResponse(connection)
     response.begin()
     error = json.loads(response.read())["error"]
@@ -67,12 +67,12 @@ def test_a_request_may_take_longer_than_its_headers(make_served: ServedFactory) 
         streaming.sendall(request_bytes("/v1/completions", body))
         assert streaming.recv(12) == b"HTTP/1.1 200"
         with connect(url) as silent:
-            assert silent.recv(1) == b""  # so that long has passed by now
+            assert silent.recv(1) == b""  # so the header timeout has passed by now
         received = b""
         while b"\r\n\r\n" not in received:
             received += streaming.recv(4096)
         streaming.setblocking(False)
-        with pytest.raises(BlockingIOError):  # open, and nothing more was said
+        with pytest.raises(BlockingIOError):  # open, and nothing more was sent
             streaming.recv(1)
 
 
@@ -149,7 +149,7 @@ def test_an_upgrade_to_a_websocket_is_answered_as_if_it_were_not_asked_for(
         assert read_response(connection) == (200, b'{"status":"ok"}')
         connection.sendall(HEALTH)
         assert read_response(connection)[0] == 200
-        with connect(url) as other:  # the connection is idle, and gives way
+        with connect(url) as other:  # the connection is idle, and is closed
             other.sendall(HEALTH)
             assert read_response(other)[0] == 200
     assert not any("websocket" in record.message.lower() for record in caplog.records)
@@ -174,7 +174,7 @@ def test_idle_connections_make_room_for_new_ones(
 
 
 def connected(num_places: int, grace_s: float, clock: ManualClock) -> tuple[Places, list[Leaver]]:
-    """Places that are all taken by new connections."""
+    """Return places that are all taken by new connections."""
     places, connections = Places(num_places, clock, grace_s=grace_s), [Leaver() for _ in range(num_places)]
     for connection in connections:
         places.add(connection)
@@ -255,7 +255,7 @@ def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: Se
         body = {"model": "base", "prompt": "hi", "stream": True}
         streaming.sendall(request_bytes("/v1/completions", body))
         assert streaming.recv(12) == b"HTTP/1.1 200"
-        with connect(url) as first, connect(url) as second:  # ask for nothing, and make room
+        with connect(url) as first, connect(url) as second:  # without requests, so they make room
             for path in (b"/health", b"http://localhost/health/live", b"/health/ready?probe=1"):
                 with connect(url) as probe:
                     probe.sendall(HEALTH.replace(b"/health", path))
@@ -289,7 +289,7 @@ def test_a_connection_leaves_the_places_for_health_checks_when_there_is_an_ordin
 
 @pytest.fixture
 def logged() -> Iterator[queue.SimpleQueue[logging.LogRecord]]:
-    """The records that are logged of connections, as they come."""
+    """Collect the log records about connections, as they arrive."""
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = QueueHandler(records)
     logger = logging.getLogger("loraplex.server.connections")
@@ -306,7 +306,7 @@ def test_a_client_that_never_reads_loses_its_connection(
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         page = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        stuck.sendall(page * 500)  # more than all buffers between take
+        stuck.sendall(page * 500)  # more than all buffers in between hold
         assert "1 closed, as nothing that was sent was taken" in logged.get(timeout=30).getMessage()
 
 
@@ -328,7 +328,7 @@ def test_too_few_open_files_are_said_before_anything_starts() -> None:
 
 
 def num_logged(caplog: pytest.LogCaptureFixture) -> list[list[int]]:
-    """The counts in each line of the log."""
+    """Return the counts in each line of the log."""
     lines = [message.removeprefix("connections: ").split("; ") for message in caplog.messages]
     return [[int(part.split()[0]) for part in parts] for parts in lines]
 

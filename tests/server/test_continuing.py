@@ -1,5 +1,5 @@
-"""Whatever becomes of the engines that have a request: its client sees the answer of one that nothing
-happened to. Real engines on a tiny model, and the text that is made of their tokens."""
+"""Whatever happens to the engines of a request, its client sees the answer of an undisturbed one. With real
+engines on a tiny model, and the text made from their tokens."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ from loraplex.server.continuing import (
 PROMPT = [11, 42, 7, 99, 150, 42]
 CONTEXT = 256
 MAX_IN_A_ROW, MAX_IN_ALL = 3, 10
-"""As a fleet has it."""
+"""The limits of a fleet."""
 ONE = {"max_in_a_row": 1, "max_in_all": 1}
 NUM_BEFORE_TOKENS = 2
-"""An engine that has told more outputs of a request has told a token."""
+"""Number of outputs above which an engine has reported a token of a request."""
 NUMBERS = count()
-"""Of requests: an engine may still be at the last tokens of one that has ended early."""
+"""Numbers of requests: an engine may still compute the last tokens of one that has ended early."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """How an engine loses a request, after so many outputs. An engine may have made more than it told."""
+    """How an engine loses a request: after this many outputs. An engine may have computed more than it
+    reported."""
 
     after: int
     how: str
@@ -59,7 +60,7 @@ class Fate:
 
 @dataclass
 class _Replicas:
-    """Two engines, each with memory of its own."""
+    """Two engines, each with its own memory."""
 
     engines: list[LocalAsyncEngine]
     adapter: str
@@ -90,18 +91,18 @@ def closed_at_the_end() -> Iterator[None]:
 
 
 def ignore(output: EngineOutput) -> None:
-    """Nobody is told of outputs here."""
+    """Ignore an output."""
 
 
 @asynccontextmanager
 async def serving(outputs: Outputs) -> AsyncIterator[Attempt]:
-    """The attempt with these outputs."""
+    """Yield the attempt with these outputs."""
     async with aclosing(outputs):
         yield Attempt(outputs.__anext__, ignore)
 
 
 class Perilous:
-    """An AsyncEngine whose requests are lost by one engine after the other, as their fates are."""
+    """An AsyncEngine whose requests are lost by one engine after the other, according to their fates."""
 
     def __init__(self, fates: list[Fate]) -> None:
         self._fates = fates
@@ -147,7 +148,7 @@ class Perilous:
 
 @dataclass(kw_only=True)
 class Seen:
-    """All that a client sees of one choice."""
+    """Everything that a client sees of one choice."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -171,7 +172,7 @@ class Seen:
 
     @property
     def without_values(self) -> Seen:
-        """Without what may differ in the last digits."""
+        """Return it without what may differ in the last digits."""
         return replace(
             self,
             logprobs=tuple(replace(entry, logprob=None, top=()) for entry in self.logprobs),
@@ -268,7 +269,7 @@ def test_who_dies_after_a_token_is_not_held_against_a_request_but_many_are() -> 
     num_given = 0
 
     async def read(tokens: list[int]) -> list[int]:
-        """`tokens`: that each engine makes before it dies."""
+        """`tokens`: number of tokens that each engine generates before it dies."""
         nonlocal num_given
         num_given, left = 0, iter(tokens)
 
@@ -293,7 +294,7 @@ def test_who_dies_after_a_token_is_not_held_against_a_request_but_many_are() -> 
 
 def test_every_attempt_has_an_id_of_its_own_and_what_was_told_before() -> None:
     engine = Perilous([Fate(0, "kill"), Fate(3, "move"), Fate(2, "kill")])
-    # Many: on a busy machine the engine has made several by the time one is taken.
+    # Many: on a busy machine the engine has generated several by the time one is taken.
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     (seen,) = answers(engine, params, None)
     first, *others = [attempt.request_id for attempt in engine.attempts]

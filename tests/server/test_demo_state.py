@@ -1,4 +1,4 @@
-"""The demo begins with the same adapters each time, and leaves alone what other servers remember."""
+"""The demo begins with the same adapters each time, and does not touch the state of other servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_demo_remembers_nothing_of_the_one_before(tmp_path: Path, monkeypatch:
     state_dirs: list[Path] = []
 
     def serve(options: ServeOptions, announcer: object) -> None:
-        """Stands in for a server into which somebody loads an adapter."""
+        """Stands in for a server into which an adapter is loaded."""
         state_dir = options.state_dir or default_state_dir()
         state_dirs.append(state_dir)
         with closing(AdapterRegistry(state_dir, "base")) as registry:

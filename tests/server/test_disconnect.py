@@ -1,4 +1,4 @@
-"""Work that ends with its client: who ends it decides what is raised."""
+"""Work that ends with its client: the exception depends on who ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine client while all is well: requests, adapters and counters."""
+"""The engine client without failures: requests, adapters and counters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_slow_consumer_gets_what_it_missed_in_one_piece() -> None:
             async def finished() -> bool:
                 return (await client.stats()).num_running == 0
 
-            await until(finished)  # stats come behind the outputs on the same socket
+            await until(finished)  # stats come after the outputs on the same socket
             outputs += [output async for output in stream]
             assert len(outputs) == 2
             assert outputs[0].token_ids + outputs[1].token_ids == tokens_of(request)
@@ -133,7 +133,7 @@ def test_outputs_on_their_way_when_the_engine_dies_are_delivered_once_and_then_t
             consumers = [asyncio.create_task(consume(request)) for request in requests]
             for _ in requests:
                 await queued.acquire()
-            # More than are delivered in one turn of the loop: every second answer is complete with it.
+            # More than are delivered in one iteration of the loop: every second answer is complete with it.
             reasons = [FinishReason.LENGTH if i % 2 else None for i in range(len(requests))]
             client._on_event(
                 Outputs(
@@ -164,7 +164,7 @@ def test_every_request_of_an_engine_that_dies_ends_with_its_tokens_or_an_error(
             requests = [request_of(f"r{i}", prompt=i, max_tokens=1 + 20 * (i % 2)) for i in range(300)]
 
             async def consume(request: EngineRequest) -> bool:
-                """Whether the answer was complete."""
+                """Return whether the answer was complete."""
                 found: tuple[int, ...] = ()
                 try:
                     async for output in client.generate(request):

@@ -1,4 +1,4 @@
-"""What an engine process says of its costs: the engine's own limits, and the profile that is known of it."""
+"""The costs that an engine process reports: the engine's own limits, and its known profile."""
 
 from __future__ import annotations
 

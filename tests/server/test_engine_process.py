@@ -171,7 +171,7 @@ def test_a_step_that_raises_is_told_and_ends_the_process() -> None:
         event = child.receive()
         assert isinstance(event, ipc.Failed)
         assert event.error.message == "RuntimeError: the device fell off"
-        assert child.process.wait(WAIT_S) != 0  # also when nobody dismisses it
+        assert child.process.wait(WAIT_S) != 0  # also if nobody tells it to
 
 
 def test_interrupt_is_ignored_and_terminate_is_obeyed() -> None:

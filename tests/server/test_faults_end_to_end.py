@@ -1,4 +1,4 @@
-"""The whole thing under faults: real server and engine processes, real HTTP, a tiny model."""
+"""The whole system under faults: real server and engine processes, real HTTP, a tiny model."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisor
     request = {"model": "two", "prompt": "the dog", **LONG}
 
     def ended() -> bool:
-        # None there, or gone before the signal: between two starts, and after the last.
+        # There is none, or it was gone before the signal: between two starts, and after the last.
         with contextlib.suppress(ValueError, OSError):
             os.kill(engine_pid(process.pid), signal.SIGKILL)
         return process.poll() is not None

@@ -14,7 +14,7 @@ from loraplex.server.garbage import collect_if_due, keep_all_made_until_now
 
 @pytest.fixture
 def full_collections() -> Iterator[list[int]]:
-    """The full collections since the server was ready, one entry for each."""
+    """Record the full collections since the server was ready, one entry for each."""
     thresholds, seen = gc.get_threshold(), []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -37,7 +37,7 @@ class Node:
 
 
 def test_a_burst_makes_no_full_collection(full_collections: list[int]) -> None:
-    held: list[Any] = [[number] for number in range(400_000)]  # as much as 2,000 requests in line
+    held: list[Any] = [[number] for number in range(400_000)]  # as much as 2,000 waiting requests
     assert full_collections == []
     assert not collect_if_due(2_000)
     assert full_collections == []
@@ -48,7 +48,7 @@ def test_old_garbage_is_collected_when_few_requests_are_in_flight(full_collectio
     node = Node()
     kept = weakref.ref(node)
     held: list[Any] = [[number] for number in range(200_000)]
-    del node  # too old by now for the collections that go on
+    del node  # too old by now for the collections that still run
     gc.collect(1)
     assert kept() is not None
     assert collect_if_due(3)

@@ -371,7 +371,7 @@ def test_every_sampling_field_reaches_the_engine(api: Api) -> None:
     }  # fmt: skip
     assert api.post("/v1/completions", completion(**fields)).status_code == 200
     params = api.served.engine.requests[0].params
-    # Stop strings are looked for in texts, of which an engine knows nothing.
+    # Stop strings are matched in texts, which an engine does not have.
     expected = {**fields, "logit_bias": ((5, -100.0), (6, 3.0)), "stop": (), "stop_token_ids": (3,)}
     assert {name: getattr(params, name) for name in fields} == expected
 

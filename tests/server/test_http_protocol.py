@@ -24,7 +24,7 @@ def test_a_burst_of_requests_is_parsed_as_it_is_answered() -> None:
         async with connection_to(app) as (protocol, _):
             protocol.data_received(HEALTH * 3000)
             await asyncio.wait_for(app.asked.wait(), 30)
-            for _ in range(100):  # turns of the loop, in which it could go on
+            for _ in range(100):  # iterations of the loop, in which it could continue
                 await asyncio.sleep(0)
             assert app.num_asked == 1
             assert 1 <= len(protocol.pipeline) <= 4
@@ -142,7 +142,7 @@ def test_requests_before_one_that_is_broken_are_answered(
         app = AnsweredLater()
         async with connection_to(app, ConnectionLimits(max_header_bytes=1000)) as (protocol, client):
             protocol.data_received(HEALTH * 2 + broken)
-            for _ in range(100):  # turns of the loop
+            for _ in range(100):  # iterations of the loop
                 protocol.data_received(b"dropped")
                 await asyncio.sleep(0)
             app.may_answer.set()

@@ -50,7 +50,7 @@ def serve(make_api: Callable[..., Api], hub: FakeHub, folder: Path) -> Callable[
 
 
 def restart(api: Api, *given: GivenAdapter, folders: tuple[Path, ...] = ()) -> StartReport:
-    """What a new process of the same state folder does."""
+    """Do what a new process on the same state folder does."""
     api.served.service._served.clear()
     report: StartReport = api.run(start_adapters(api.served.service, folders, given))
     return report

@@ -1,4 +1,4 @@
-"""Over a real socket: the official client, and clients that behave badly."""
+"""A server over a real socket: the official client, and clients that behave badly."""
 
 from __future__ import annotations
 

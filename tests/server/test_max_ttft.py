@@ -1,4 +1,5 @@
-"""A bound on the predicted time to the first token: who is refused, when, and with which words."""
+"""A limit on the predicted time to the first token: which requests are refused, when, and with which
+message."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def book_of(queue: Queue, clock: ManualClock | None = None, max_ttft_s: float = 
 
 def test_requests_are_let_in_as_long_as_their_first_tokens_are_in_time() -> None:
     book = book_of(Queue())
-    tickets = [book.admit(1) for _ in range(3)]  # nobody knows how long they are
+    tickets = [book.admit(1) for _ in range(3)]  # their lengths are unknown
     for ticket in tickets[:2]:
         ticket.encoded([[1] * 100], 1)
     with pytest.raises(QueueFullError, match=r"after about 3 s.*at most 2 s.*--max-ttft.*again in 1 s"):
@@ -122,7 +123,7 @@ def test_over_http_it_is_a_429_before_anything_is_encoded_or_queued(
 ) -> None:
     queue = Queue(before_s=4.2)
     api = make_api(waiting=WaitingLimits(max_ttft_s=1.0), forecaster=queue)
-    monkeypatch.setattr(api.served.deps.text, "prompts", None)  # nothing could be encoded by this
+    monkeypatch.setattr(api.served.deps.text, "prompts", None)  # encoding would fail
     asked = {"messages": USER} if "chat" in path else {"prompt": "hi"}
     response = api.post(path, {"model": "pirate", "stream": True, **asked})
     assert response.status_code == 429

@@ -19,7 +19,7 @@ from loraplex.server.metrics_export import MetricsSnapshot
 
 
 def samples(api: Api) -> dict[str, float]:
-    """Every sample of the page, keyed by its name and label values."""
+    """Return every sample of the page, keyed by its name and label values."""
     found = {}
     for family in text_string_to_metric_families(api.get("/metrics").text):
         for sample in family.samples:
@@ -78,7 +78,7 @@ def test_adapters_in_memory_are_visible_and_unloaded_ones_are_not(api: Api) -> N
     assert page["loraplex:adapter_resident[poet,host,version-of-poet]"] == 1
     assert page["loraplex:adapter_loads_total[version-of-poet]"] == 1
     assert sum(name.startswith("loraplex:adapter_resident[poet") for name in page) == 1
-    assert "loraplex:adapter_requests_total[poet]" not in page  # nobody has asked yet
+    assert "loraplex:adapter_requests_total[poet]" not in page  # it was never requested
     chat(api, "poet")
     page = samples(api)
     assert page["loraplex:adapter_requests_total[poet]"] == 1
@@ -98,7 +98,7 @@ def test_an_adapter_on_disk_costs_a_page_nothing_until_somebody_asks_for_it(api:
         api.served.service._served[f"a{number}"] = ServedAdapter(name=f"a{number}", spec=spec)
     assert len(lines()) == before
     assert samples(api)["loraplex:adapters"] == 102
-    assert "a7" not in api.served.deps.metrics._traffic  # looking does not make counters
+    assert "a7" not in api.served.deps.metrics._traffic  # rendering does not create counters
     api.served.engine.adapters["v7"] = make_spec("v7")
     chat(api, "a7")
     assert {line.split('"')[1] for line in lines() if 'adapter="a' in line} == {"a7"}
@@ -208,7 +208,8 @@ def test_two_servers_do_not_share_counters(make_api: Callable[..., Api], model: 
 
 
 def ask_for(api: Api, number: int) -> None:
-    """Serve so many adapters more, each of which was asked for once, answered with two tokens, and loaded."""
+    """Serve this many more adapters, each of which was requested once, answered with two tokens, and
+    loaded."""
     metrics = api.served.deps.metrics
     for index in range(number):
         spec = make_spec(f"v{index}")

@@ -1,4 +1,4 @@
-"""The OpenAPI document against the server: what it promises is what happens, whatever is sent."""
+"""The OpenAPI document against the server: whatever is sent, the server behaves as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bursts are let in a few at a time, first come first served."""
+"""Bursts are admitted a few requests at a time, first come first served."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_single_caller_never_waits() -> None:
                 pass
             else:
                 raise AssertionError("it waited")
-            await asyncio.sleep(0)  # the next turn of the loop
+            await asyncio.sleep(0)  # the next iteration of the loop
             await asyncio.sleep(0)
 
     asyncio.run(go())
@@ -126,7 +126,7 @@ def test_urgent_work_goes_first_and_holds_up_none_for_ever() -> None:
     async def go() -> None:
         sliced = SlicedWork(clock, per_turn_s=4.0)
         for _ in range(4):
-            sliced.do(work("before"))  # all that there is time for in this turn
+            sliced.do(work("before"))  # all that there is time for in this iteration
         for _ in range(5):
             sliced.do(work("first"))
         for _ in range(9):
@@ -151,7 +151,7 @@ class Greeter(asyncio.Protocol):
 
 
 class Listener(socket.socket):
-    """Listens on loopback; keeps what it accepted, and counts the tries."""
+    """Listens on loopback; keeps what it accepted, and counts the attempts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Listener(socket.socket):
 
 
 async def heard(clients: list[socket.socket]) -> list[bytes]:
-    """The first bytes that each client gets, and an end of the connection."""
+    """Return the first bytes that each client gets, and the end of the connection."""
     loop, found = asyncio.get_running_loop(), []
     for client in clients:
         found.append(await loop.sock_recv(client, 2))
@@ -185,7 +185,7 @@ async def heard(clients: list[socket.socket]) -> list[bytes]:
 
 @contextmanager
 def no_more_descriptors() -> Iterator[None]:
-    """Nothing can be opened in this process: what the system says then is the real thing."""
+    """Nothing can be opened in this process, so the system's own error is raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as free:
         resource.setrlimit(resource.RLIMIT_NOFILE, (free.fileno() + 1, hard))
@@ -219,7 +219,7 @@ def test_a_listener_accepts_bursts_and_ends(loop_factory: LoopFactory) -> None:
 def test_a_listener_that_is_closed_leaves_no_connection_open(
     loop_factory: LoopFactory, num_turns: int
 ) -> None:
-    """Whether a connection was just accepted, is on its way to its protocol, or is there."""
+    """This holds whether a connection was just accepted, is being set up, or is ready."""
 
     async def go() -> None:
         with Listener() as listener:
@@ -234,7 +234,7 @@ def test_a_listener_that_is_closed_leaves_no_connection_open(
                 with contextlib.suppress(ConnectionResetError):
                     assert (await heard([client]))[0] in (b"hi", b"")
                 client.close()
-            for _ in range(3):  # loops close their descriptors a turn later
+            for _ in range(3):  # loops close their descriptors an iteration later
                 await asyncio.sleep(0)
             assert [each for each in listener.accepted if each.fileno() >= 0] == []
 
@@ -289,9 +289,9 @@ def test_a_client_that_leaves_before_its_turn_asks_nothing_of_the_engine(
             connection.sendall(request_bytes("/v1/completions", {"model": "base", "prompt": "hi"}))
             while not pacer._waiting:
                 httpx.get(f"{url}/health")
-        httpx.get(f"{url}/health")  # by then the loop has seen that the other one has left
+        httpx.get(f"{url}/health")  # by then the loop has seen that the other client has disconnected
         pacer._per_turn = 4
-        assert httpx.get(f"{url}/v1/models").status_code == 200  # behind it in the line
+        assert httpx.get(f"{url}/v1/models").status_code == 200  # queued behind it
         while served.deps.waiting.num_requests:
             httpx.get(f"{url}/health")
     assert served.engine.requests == []
@@ -313,7 +313,7 @@ def test_requests_in_line_reach_the_engine_in_the_order_they_came_while_probes_p
             while len(pacer._waiting) <= num_before:
                 assert httpx.get(f"{url}/health").status_code == 200
         pacer._per_turn = 1
-        assert httpx.get(f"{url}/v1/models").status_code == 200  # behind them: the line goes on with it
+        assert httpx.get(f"{url}/v1/models").status_code == 200  # queued behind them, and served next
         for connection in connections:
             assert connection.recv(12) == b"HTTP/1.1 200"
     assert [list(request.prompt_token_ids) for request in served.engine.requests] == prompts

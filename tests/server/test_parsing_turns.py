@@ -1,4 +1,4 @@
-"""Connections share each turn of the loop: how much input is parsed in it, and whose first."""
+"""Connections share each iteration of the loop: how much input is parsed in it, and whose first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 
 
 class TickingClock:
-    """A clock on which a millisecond passes whenever somebody looks at it."""
+    """A clock on which a millisecond passes with each reading."""
 
     def __init__(self) -> None:
         self._num_looks = 0
@@ -78,7 +78,7 @@ def test_connections_share_the_time_to_parse_of_each_turn() -> None:
             assert max(per_turn) < num_chunks
 
     def num_parsed(protocols: list[BoundedHttpProtocol]) -> int:
-        """Bytes of bodies that were parsed since this was asked before."""
+        """Return the bytes of bodies that were parsed since the last call."""
         count = sum(len(protocol.cycle.body) for protocol in protocols)
         for protocol in protocols:
             protocol.cycle.body.clear()
@@ -90,7 +90,7 @@ def test_connections_share_the_time_to_parse_of_each_turn() -> None:
 async def opened_beside(
     stack: AsyncExitStack, app: ASGIApp, num_connections: int
 ) -> list[BoundedHttpProtocol]:
-    """Connections that share a parser which gets one slice done in each turn of the loop."""
+    """Connections that share a parser which does one slice in each iteration of the loop."""
     book = ConnectionBook(ConnectionLimits(), TickingClock())
     opened = [await stack.enter_async_context(connection_to(app, book=book)) for _ in range(num_connections)]
     return [protocol for protocol, _ in opened]
@@ -174,7 +174,7 @@ def test_a_connection_that_asks_for_more_than_health_takes_an_ordinary_place() -
             connection_to(app, book=book) as (_, ordinary),
             connection_to(app, book=book) as (_, other),
         ):
-            assert await ask(ordinary, b"/health") == 200  # from now on it gives way
+            assert await ask(ordinary, b"/health") == 200  # from now on it may be closed
             for path in (b"/v1/models", b"/health", b"/v1/models"):
                 assert await ask(other, path) == 200  # and kept alive as any other
             assert await asyncio.to_thread(ordinary.recv, 1) == b""

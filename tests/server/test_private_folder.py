@@ -1,4 +1,4 @@
-"""Folders that outlive a process which was killed, and whoever removes them."""
+"""Folders that outlive a killed process, and their removal."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _all_errors(root: type[errors.LoraplexError]) -> list[type[errors.LoraplexEr
     return [root, *(found for child in root.__subclasses__() for found in _all_errors(child))]
 
 
-# Errors that a module keeps to itself never come from the engine, and are here or not as it was imported.
+# Errors private to a module never come from the engine, and exist here only if it was imported.
 _SHARED_ERRORS = [error for error in _all_errors(errors.LoraplexError) if error.__module__ == errors.__name__]
 
 

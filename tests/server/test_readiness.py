@@ -37,7 +37,7 @@ ORIGIN = "origin_not_allowed"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose start is held up."""
+    """Make a model whose start is blocked."""
     monkeypatch.setenv("PYTHONPATH", fake_core.CHILD_ENV["PYTHONPATH"])
     folder = tmp_path / "model"
     base = tiny.save_model(folder, vocab_size=400)
@@ -77,7 +77,7 @@ class Server:
         return False
 
     async def says(self, **expected: Any) -> bool:
-        """Whether /health is not ready, and says so."""
+        """Return whether /health reports that it is not ready, with these fields."""
         response = await self.get("/health")
         assert response.status_code == 503
         return expected.items() <= response.json().items()
@@ -95,7 +95,7 @@ async def starting(folder: Path) -> AsyncIterator[Server]:
 
 
 async def check_front(server: Server) -> None:
-    """A server that starts keeps web pages away and gives requests their ids, as it does later on."""
+    """A starting server keeps web pages away and gives requests their ids, as it does later."""
     for path in ("/health/live", "/health", "/v1/models"):
         for headers, code in (({"host": "evil.example"}, "host_not_allowed"), ({"origin": EVIL}, ORIGIN)):
             response = await server.get(path, **headers)
@@ -189,7 +189,7 @@ def test_a_start_that_is_cancelled_leaves_no_engine(folder: Path) -> None:
 
 
 def test_an_engine_that_dies_while_adapters_are_added_ends_the_start() -> None:
-    """Not the wait for an answer that nobody gives."""
+    """Otherwise the start would wait for a reply that never comes."""
 
     async def scenario() -> None:
         client = client_of()

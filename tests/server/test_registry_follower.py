@@ -1,4 +1,4 @@
-"""Two servers that follow each other: applications with one real registry and an engine each, a fake."""
+"""Two servers that follow each other: applications with one real registry, each with a fake engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fronts(make_api: Callable[..., Api], folder: Path) -> tuple[Api, Api]:
 
 
 def follow(api: Api, *, again: bool = False) -> None:
-    """Let a server look at the registry once, and again at what it could not follow before."""
+    """Let a server check the registry once, and retry what it could not follow before."""
     service = api.served.service
 
     async def look() -> None:
@@ -380,7 +380,7 @@ def test_a_damaged_entry_is_said_once_and_the_others_are_followed(
 
 
 def refuse_all_but(api: Api, patch: pytest.MonkeyPatch, *taken: str) -> None:
-    """Have a server's engine refuse all adapters but those from folders of these names."""
+    """Have a server's engine refuse all adapters except those from folders of these names."""
     add_adapter = api.served.engine.add_adapter
 
     async def add(spec: Any) -> None:

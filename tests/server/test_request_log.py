@@ -111,7 +111,8 @@ def test_nothing_of_prompts_answers_or_keys_is_logged(make_api: Callable[..., Ap
 def test_time_to_first_token_begins_when_the_request_arrives(
     make_api: Callable[..., Api], lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after its body was received and its prompt encoded, which a client waits for as well."""
+    """It does not begin after the body was received and the prompt encoded, since a client waits for that
+    too."""
     clock = ManualClock()
     api = make_api(clock=clock)
     tokenizer = api.served.deps.text.tokenizer
@@ -362,7 +363,7 @@ def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
             (model_folder / "adapters" / "one" / "adapter_model.safetensors").unlink()
             models = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
             assert models == [model_folder.name, "one"]
-            # The path that the server was started with is not shown, but understood.
+            # The path that the server was started with is not shown, but accepted.
             for name in (model_folder.name, str(model_folder)):
                 body = {"model": name, "prompt": "the dog", "max_tokens": 2, "ignore_eos": True}
                 assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200

@@ -108,7 +108,7 @@ def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, t
 
     with serving(model_folder, *options, "--kv-memory", "200000") as (process, url, said):
         assert process.stdout is not None
-        process.stdout.close()  # as with `loraplex serve 2>&1 | head`: nobody hears what is said from now on
+        process.stdout.close()  # as with `loraplex serve 2>&1 | head`: nobody reads further output
         models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
         assert [model["id"] for model in models] == ["tiny", "one", "two"]
         longest = models[0]["max_model_len"]
@@ -328,7 +328,7 @@ def test_names_origins_and_admin_keys_reach_the_server(monkeypatch: pytest.Monke
 
 
 def all_commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every command and group of commands."""
+    """Yield the words of every command and group of commands."""
     yield path
     for name, command in getattr(group, "commands", {}).items():
         yield from all_commands(command, (*path, name))

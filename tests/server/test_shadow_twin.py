@@ -1,4 +1,4 @@
-"""The shadow twin: requests of the last minutes, served again, and what is shown of them."""
+"""The shadow twin: requests of the last minutes, replayed, and the figures shown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_figures_are_of_what_came_within_the_window() -> None:
 
 
 def twin_run(costs: CostModel) -> list[SeenRequest]:
-    """Requests that were served by engines exactly as their profile says."""
+    """Requests that were served by engines exactly as their profile predicts."""
     rng, found = random.Random(3), []
     for replica in range(NUM_REPLICAS):
         options = ReplayOptions(num_adapters=len(RANKS), ranks=tuple(RANKS), rank_bytes=2000, max_running=64)
@@ -152,7 +152,7 @@ def test_recent_requests_are_bounded_and_say_since_when_they_are_complete() -> N
 
 
 class Engine:
-    """Says what a twin of it needs."""
+    """An engine that describes itself for its twin."""
 
     def __init__(self, recent: RecentRequests) -> None:
         self._recent = recent

@@ -1,4 +1,4 @@
-"""A single engine process that dies: its streams wait for the next one, and go on there."""
+"""A single engine process that dies: its streams wait for the restarted one, and continue there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations that hold calls and results of tools, on their way to the model's chat template."""
+"""Conversations with tool calls and their results, as the model's chat template gets them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = (
     "<call {{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }} "
     "{{ call.function.arguments.city }}>{% endfor %}{{ '\\n' }}{% endfor %}"
 )
-"""Written like those of the hub: calls have their arguments as objects."""
+"""A template written like those of the hub: calls have their arguments as objects."""
 
 
 def call(arguments: Any, call_id: str = "call_1") -> dict[str, Any]:

@@ -75,7 +75,7 @@ async def tokens(engine: LocalAsyncEngine, version: str | None, name: str) -> li
 
 @dataclass
 class Model:
-    """What a name should be, in numbers of versions."""
+    """The expected state of a name, in numbers of versions."""
 
     stable: int | None = None
     canary: tuple[int, float] | None = None
@@ -211,7 +211,7 @@ class World:
         await self.ask_all()
 
     async def ask_all(self) -> None:
-        """Have all versions of the name in memory: what is not yet does need its files."""
+        """Load all versions of the name into memory: those on disk still need their files."""
         versions = set().union(*(adapter.versions for adapter in self.service.served()))
         for number, version in enumerate(versions):
             found = await tokens(self._engine, version, f"{self._root.name}-all-{number}")
@@ -223,7 +223,7 @@ class World:
         await self._answer(self.service.lease("bot", key=key), self._promised(key))
 
     async def begin(self, key: str) -> None:
-        """A request that is answered later, whatever happens to its name until then."""
+        """Begin a request that is answered later, whatever happens to its name until then."""
         if self.model.stable is not None:
             self._held.append((self.service.lease("bot", key=key), self._promised(key)))
 
@@ -250,7 +250,7 @@ class World:
         return self._versions[model.stable]
 
     def check(self) -> None:
-        """Memory and registry are as the model says."""
+        """Check that memory and registry match the model."""
         entry = self.service.registry.get("bot")
         if self.model.stable is None:
             assert self.service.served() == []
@@ -308,7 +308,7 @@ def test_an_answer_is_of_the_version_that_was_promised(
 
 
 async def _expected(engine: LocalAsyncEngine, specs: list[AdapterSpec]) -> dict[str, list[int]]:
-    """What each version answers, in the order of their numbers."""
+    """Return what each version answers, in the order of their numbers."""
     if not _answers:
         for spec in specs:
             await engine.add_adapter(spec)
@@ -322,7 +322,7 @@ _answers: dict[str, list[int]] = {}
 
 
 class Meddler(LocalAsyncEngine):
-    """Changes an adapter's files right after they were hashed and made known."""
+    """Changes an adapter's files right after they were hashed and added."""
 
     harm = ""
 
@@ -368,7 +368,7 @@ def test_files_that_change_between_their_check_and_their_read_fail_the_stage(
         assert service.served() == [old]
         assert (entry.spec.version, entry.rollout.canary) == (old.version, None)
         assert await tokens(engine, service.lease("bot", key="k").version, "after") == before
-        while len((await engine.stats()).adapters) > 1:  # the version that was refused is forgotten
+        while len((await engine.stats()).adapters) > 1:  # the refused version is removed
             await asyncio.sleep(0)
         await service.close()
         registry.close()

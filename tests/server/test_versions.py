@@ -46,7 +46,7 @@ def info(api: Api, name: str = "bot") -> dict[str, Any]:
 
 
 def shown(api: Api) -> tuple[str, str | None, list[str]]:
-    """The folders of the stable version, of the canary and of the previous ones."""
+    """Return the folders of the stable version, of the canary and of the previous ones."""
     found = info(api)
     canary = found["canary"]
     return (
@@ -57,7 +57,7 @@ def shown(api: Api) -> tuple[str, str | None, list[str]]:
 
 
 def registered(api: Api) -> tuple[str, str | None, list[str]]:
-    """The same, as the registry has it."""
+    """Return the same from the registry."""
     entry = api.served.service.registry.get("bot")
     assert entry is not None
     canary = entry.rollout.canary
@@ -69,7 +69,7 @@ def registered(api: Api) -> tuple[str, str | None, list[str]]:
 
 
 def restart(api: Api, *folders: Path) -> tuple[str, ...]:
-    """What a new process of the same state folder does; returns its notes."""
+    """Do what a new process on the same state folder does; return its notes."""
     api.served.service._served.clear()
     api.served.engine.adapters.clear()
     return tuple(api.run(start_adapters(api.served.service, folders)).notes)
@@ -388,7 +388,7 @@ def test_a_trial_leaves_a_name_to_its_folder_and_a_promotion_takes_it(
     assert restart(api, tmp_path / "given") == ()
     assert shown(api) == registered(api) == ("bot", "v1", [])
     change(api, "abort")
-    restart(api)  # without the folder: it was that one's name
+    restart(api)  # without the folder, which the name came from
     assert api.served.service.served() == []
 
     restart(api, tmp_path / "given")

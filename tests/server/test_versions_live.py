@@ -44,26 +44,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A server and what its users see of it."""
+    """A server as its users see it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     def do(self, *arguments: str) -> str:
-        """Run `loraplex adapter`; returns what it prints."""
+        """Run `loraplex adapter`; return what it prints."""
         ended = CliRunner().invoke(app, ["adapter", *arguments, "--base-url", self.url])
         assert ended.exit_code == 0, ended.exception
         return ended.output
 
     def refuses(self, *arguments: str) -> str:
-        """Run what is refused; returns the words that it ends with."""
+        """Run a command that is refused; return the end of its message."""
         ended = CliRunner().invoke(app, ["adapter", *arguments, "--base-url", self.url])
         assert isinstance(ended.exception, UserError), ended.output
         return str(ended.exception)
 
     def ask(self, model: str, request_id: str, **options: Any) -> tuple[str, str]:
-        """The text of an answer, and the version that the usage names."""
+        """Return the text of an answer, and the version that the usage names."""
         answer = self._client.completions.create(
             model=model,
             prompt=PROMPT,
@@ -143,7 +143,7 @@ def test_the_life_of_a_name(folder: Path, tmp_path: Path) -> None:
         failed = server.refuses("load", "bot", "v2", "--replace")
         assert "promote or abort it" in failed
 
-        # Whoever asks while the name moves is answered by the version that its answer names.
+        # A request sent while the name is switched is answered by the version that its answer names.
         wrong: list[tuple[str, str]] = []
         is_over = threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_fleet_stages_a_version_on_every_replica_before_anybody_asks_for_it(
         server.do("load", "bot", "v0")
         server.do("load", "bot", "v1", "--replace")
         wait_until(lambda: loads() == 2, "both replicas to say that they hold it")
-        # One that is away does not hold up the others, and knows the new version when it is back.
+        # A replica that is away does not block the others, and knows the new version when it is back.
         [first, second] = httpx.get(f"{server.url}/v1/fleet").json()["data"]
         os.kill(first["pid"], signal.SIGKILL)
         server.do("load", "bot", "v2", "--replace")

@@ -1,4 +1,5 @@
-"""A bound on what waits: refused at once with the time to come back, and given back whatever happens."""
+"""A limit on waiting requests: refused at once with the time to retry after, and released whatever
+happens."""
 
 from __future__ import annotations
 
@@ -120,14 +121,14 @@ def test_time_in_which_nobody_waits_says_nothing_of_the_pace() -> None:
     admit(book, [[1]] * 400)
     with pytest.raises(QueueFullError) as caught:
         book.admit(1)
-    assert caught.value.retry_after_s == 20  # half of them, ten in a second
+    assert caught.value.retry_after_s == 20  # half of them, at ten per second
 
 
 def test_over_http_a_full_queue_is_a_429_that_clients_understand(make_served: ServedFactory) -> None:
     resume = asyncio.Event()
     served = make_served(says("Hello", pause_after=0, resume=resume), waiting=WaitingLimits(max_requests=1))
     with live(served) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-        # Its headers come although no token does: that is when it counts.
+        # Its headers arrive although no token does: it counts from then on.
         with client.chat.completions.create(model="base", messages=USER, stream=True) as first:
             assert served.deps.waiting.num_requests == 1
             with pytest.raises(openai.RateLimitError) as caught:
@@ -137,7 +138,7 @@ def test_over_http_a_full_queue_is_a_429_that_clients_understand(make_served: Se
             error = caught.value.response.json()["error"]
             assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
             first.close()
-        # The hang-up gives the place back.
+        # Disconnecting releases the place.
         while served.deps.waiting.num_requests:
             client.models.list()
 
@@ -159,7 +160,7 @@ def test_all_places_are_given_back_after_answers_and_errors(make_api: Callable[.
 
 
 class Gate:
-    """Holds up what a server encodes, from when it was asked to until `open`."""
+    """Blocks what a server encodes, from when it is asked to until `open`."""
 
     def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer = served.deps.text.tokenizer
@@ -175,7 +176,7 @@ class Gate:
 
 
 LONG = "word " * 400
-"""Too long to be encoded on the event loop."""
+"""A text too long to be encoded on the event loop."""
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -173,7 +173,7 @@ def test_an_allowed_page_gets_what_its_browser_asks_for(make_api: Callable[..., 
     headers = {"Origin": APP, "Sec-Fetch-Site": "cross-site"}
     answer = api.get("/v1/models", headers={**headers, "Authorization": "Bearer secret"})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, APP)
-    # A page can only tell its user what is wrong if it may read the error.
+    # A page can show its user the error only if it may read it.
     refused = api.get("/v1/models", headers=headers)
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, APP)
     other = api.request(
@@ -203,7 +203,7 @@ def test_requests_without_or_with_two_hosts(make_served: Callable[..., Served]) 
         two = "Host: localhost\r\nHost: evil.example\r\n"
         assert answer_to(url, f"GET /v1/models HTTP/1.1\r\n{two}{close}")[0] == 400
         assert answer_to(url, f"GET /v1/models HTTP/1.0\r\nHost: evil.example\r\n{close}")[0] == 403
-        # The target of a proxy request does not stand in for Host.
+        # The target of a proxy request does not replace Host.
         target = f"GET http://localhost/v1/models HTTP/1.1\r\nHost: evil.example\r\n{close}"
         assert answer_to(url, target)[0] == 403
 

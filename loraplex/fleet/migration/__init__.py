@@ -1,1 +1,2 @@
-"""Requests move, with their adapters, away from overloaded replicas (dLoRA, OSDI 2024, section 5.2)."""
+"""Migration of requests away from overloaded replicas, with their adapters (dLoRA, OSDI 2024, section
+5.2)."""

@@ -1,6 +1,6 @@
-"""A migration problem as arrays, and the run time of the replicas when requests are placed in some way.
+"""A migration problem as arrays, and the run time of the replicas for a placement of the requests.
 
-Letters of shapes: N requests, R replicas, K adapters. A placement is an array of N places: positions in
+Shape letters: N requests, R replicas, K adapters. A placement is an array of N places: positions in
 `problem.replicas`, not the replicas' numbers. The objective is defined here; the programs write the same sums
 as coefficients.
 """
@@ -15,21 +15,20 @@ import numpy as np
 from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.migration.problem import MigrationProblem, MigrationRequest
 
-# Of two placements with the same makespan the one with less work in total is better. Without this share of
-# the total in the objective, requests would also move between replicas that do not decide the makespan.
+# Of two placements with the same makespan, the one with less total work is better. Without this share of the
+# total in the objective, requests would also move between replicas that do not determine the makespan.
 TOTAL_WEIGHT = 1e-3
 
 
 class RunTime(NamedTuple):
-    """The time at which the last replica finishes its requests, and the time that all of them work
-    together."""
+    """The time at which the last replica finishes its requests, and the total work of all replicas."""
 
     makespan_s: float
     total_s: float
 
     @property
     def objective_s(self) -> float:
-        """Return what every program of this package minimises."""
+        """The objective that every program of this package minimises."""
         return self.makespan_s + TOTAL_WEIGHT * self.total_s
 
 
@@ -37,8 +36,8 @@ class RunTime(NamedTuple):
 class Columns:
     """The columns of a problem.
 
-    `adapter_N` is -1 for the base model, as an index must be a number. `load_KR`: seconds that it costs a
-    replica to have requests of an adapter, eta included. `max_adapters_R`: a replica that has requests of
+    `adapter_N` is -1 for the base model, because it is used as an index. `load_KR`: seconds that it costs a
+    replica to have requests for an adapter, including eta. `max_adapters_R`: a replica that has requests for
     more adapters than it may hold keeps them, so that staying is always possible; it takes no further ones.
     """
 
@@ -63,18 +62,18 @@ class Columns:
         return len(self.adapter_tokens_K)
 
     def count_adapters(self, place_N: IntArray) -> IntArray:
-        """Return how many requests of each adapter each replica has."""
+        """Return how many requests for each adapter each replica has."""
         has = self.adapter_N >= 0
         flat = self.adapter_N[has] * self.num_replicas + place_N[has]
         counted = np.bincount(flat, minlength=self.num_adapters * self.num_replicas)
         return counted.reshape(self.num_adapters, self.num_replicas).astype(np.int64)
 
     def needs_adapters(self, place_N: IntArray) -> BoolArray:
-        """Return whether each replica has requests of each adapter."""
+        """Return whether each replica has requests for each adapter."""
         return self.count_adapters(place_N) > 0
 
     def run_time(self, place_N: IntArray) -> RunTime:
-        """Return the predicted run time, with memory beyond a replica's capacity swapped token by token."""
+        """Return the predicted run time; tokens beyond a replica's capacity cost swapping each."""
         num_replicas = self.num_replicas
         seconds_N = np.where(place_N == self.source_N, self.stay_s_N, self.move_s_N)
         needs_KR = self.needs_adapters(place_N)
@@ -85,7 +84,7 @@ class Columns:
         return RunTime(float(seconds_R.max()), float(seconds_R.sum()))
 
     def is_allowed(self, place_N: IntArray) -> bool:
-        """Return whether no request goes where it may not, and no replica needs too many adapters."""
+        """Return whether every request may go to its place, and no replica needs too many adapters."""
         goes = self.may_go_NR[np.arange(len(place_N)), place_N]
         return bool(goes.all() and (self.needs_adapters(place_N).sum(axis=0) <= self.max_adapters_R).all())
 

@@ -1,4 +1,5 @@
-"""dLoRA's full integer program: every request whole, on one replica, its KV cache in device or host memory.
+"""dLoRA's full integer program: each request is whole, on one replica, with its KV cache in device or host
+memory.
 
     minimise  max_j run_s(j) + a small share of sum_j run_s(j)
     run_s(j) = sum_i (seconds_ij (xG_ij + xH_ij) + swap_s_per_token M^R_i xH_ij) + sum_k (eta + load_kj) y_kj
@@ -8,8 +9,8 @@
     sum_i M^R_i xH_ij <= M^H_j                        host memory
     sum_k y_kj <= adapters that j may hold
 
-It is the reference for small problems: the time grows exponentially, and a few dozen requests take seconds.
-Letters of shapes as in relaxed.py; here P are the pairs of a request and any replica it may be on.
+It is the reference for small problems: its time grows exponentially, and a few dozen requests take seconds.
+Shape letters as in relaxed.py; here P are the pairs of a request and any replica it may be on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from loraplex.fleet.migration.program import Program, solve
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactPlacement:
-    """The best placement. `swapped`: which requests have their KV cache in host memory."""
+    """The best placement. `swapped`: the requests that have their KV cache in host memory."""
 
     place_N: IntArray
     swapped: frozenset[int]
@@ -36,7 +37,7 @@ class ExactPlacement:
 
 
 def solve_exact(problem: MigrationProblem) -> ExactPlacement:
-    """Return a placement with the smallest objective; CapacityError if the memory holds none at all."""
+    """Return a placement with the smallest objective. Raises CapacityError if none fits the memory."""
     columns = columns_of(problem)
     request_P, replica_P = (each.astype(np.int64) for each in np.nonzero(columns.may_go_NR))
     program = Program()

@@ -1,4 +1,4 @@
-"""The fleet's view as migration asks for it."""
+"""The fleet's view in the form that migration needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _MANY_TOKENS: Final = 1024
 
 
 class FleetMigrationView:
-    """`num_output`: the tokens that a request was answered with so far; None if it has ended meanwhile."""
+    """A view of the fleet for migration. `num_output`: returns the output tokens of a request so far; None if
+    it has ended meanwhile."""
 
     def __init__(
         self, view: FleetView, num_output: Callable[[Hashable], int | None], gamma: float = 1.0
@@ -31,15 +32,16 @@ class FleetMigrationView:
         self._view = view
         self._load: FleetLoad = view.load
         self._num_output = num_output
-        # Requests beyond the batch wait, and take no part of a step.
+        # Requests beyond the batch wait, and take no part in a step.
         self._num_running = np.minimum(view.load.everything.num_requests, view.load.max_running)
         self._decode_s = view.costs.decode_s(view.load.everything.at_most(view.load.max_running))
         self._gamma = gamma
 
     @property
     def kv_share(self) -> FloatArray:
-        """The tokens so far of all requests that have a first token. This looks at every request, once a
-        period; how much of their prompts the others have in the cache cannot be seen from outside."""
+        """The share of each replica's KV memory that is in use: the tokens so far of all requests with a
+        first token. This iterates over every request, once per period. Prompt tokens of other requests in the
+        cache cannot be seen from outside."""
         used = np.zeros(self._load.num_replicas)
         for request_id, request, replica in self._load.running():
             num_output = self._num_output(request_id)
@@ -61,14 +63,14 @@ class FleetMigrationView:
         many = one._replace(prompt_tokens=np.full(1, float(_MANY_TOKENS)))
         least_s, most_s = (float(self._view.costs.prefill_s(each)[0]) for each in (one, many))
         token_s = (most_s - least_s) / (_MANY_TOKENS - 1)
-        # A replica without room preempts and computes again: a token too many costs its prefill.
+        # A replica without room preempts and recomputes: a token too many costs its prefill.
         return MigrationCosts(
             prefill=Line(latency_s=least_s, unit_s=token_s), swap_s_per_token=token_s, gamma=self._gamma
         )
 
     @property
     def output_token_s(self) -> float:
-        """The seconds of a replica's time that a token of an answer takes now, on the mean over requests."""
+        """Seconds of a replica's time that an output token takes now, averaged over requests."""
         return float(self._decode_s.sum() / max(float(self._num_running.sum()), 1.0))
 
     def replica(self, replica: int) -> MigrationReplica:
@@ -81,7 +83,8 @@ class FleetMigrationView:
         )
 
     def requests_on(self, replica: int) -> Sequence[MigrationRequest]:
-        """Each takes its share of every step until its answer is as long as answers are."""
+        """Return the requests of a replica. Each takes its share of every step until its answer has the
+        expected length."""
         share_s = float(self._decode_s[replica]) / max(float(self._num_running[replica]), 1.0)
         found = []
         for request_id, request in self._load.requests_on(replica):

@@ -1,4 +1,4 @@
-"""dLoRA's reactive migration: a trigger picks replicas, a relaxed program places their requests anew."""
+"""dLoRA's reactive migration: a trigger picks replicas, and a relaxed program places their requests again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from loraplex.fleet.migration.trigger import NUM_PAIRS, PERIOD_S, Column, Uneven
 
 
 class MigrationView(Protocol):
-    """The fleet as migration sees it: columns with one value per replica, the rest of those that enter."""
+    """The fleet as migration sees it: columns with one value per replica, and details of those that take
+    part."""
 
     @property
     def kv_share(self) -> Column:
@@ -37,7 +38,7 @@ class MigrationView(Protocol):
 
     @property
     def accepts(self) -> Sequence[bool] | BoolArray | None:
-        """False for replicas that are down or drain; None if there are none of these."""
+        """False for replicas that are down or drained; None if there are none of these."""
         ...
 
     @property
@@ -46,21 +47,21 @@ class MigrationView(Protocol):
     def replica(self, replica: int) -> MigrationReplica: ...
 
     def requests_on(self, replica: int) -> Sequence[MigrationRequest]:
-        """The requests of a replica, in an order that does not change from one run to the next."""
+        """Return the requests of a replica, in an order that is the same in every run."""
         ...
 
     def adapter(self, adapter: int) -> MigrationAdapter: ...
 
 
 class Migrator:
-    """Decides at most once a period which requests move. Its time is handed in."""
+    """Decides at most once per period which requests move. The time is passed in."""
 
     def __init__(
         self, *, period_s: float = PERIOD_S, num_pairs: int = NUM_PAIRS, stay_s: float = 0.0
     ) -> None:
-        """`period_s`: from one look at the fleet to the next. `num_pairs`: dLoRA's K; so many overloaded and
-        so many underloaded replicas take part in a migration at the most. `stay_s`: a request that was moved
-        is not moved again for so long; dLoRA has no such bound."""
+        """`period_s`: seconds between two decisions. `num_pairs`: dLoRA's K; at most this many overloaded and
+        this many underloaded replicas take part in a migration. `stay_s`: seconds for which a request that
+        was moved is not moved again; dLoRA has no such limit."""
         assert period_s > 0
         assert num_pairs > 0
         self._period_s = period_s
@@ -71,25 +72,25 @@ class Migrator:
 
     @property
     def due_s(self) -> float:
-        """The earliest time at which the next `decide` looks at the fleet."""
+        """The earliest time in seconds at which the next `decide` looks at the fleet."""
         return self._due_s
 
     @property
     def moved_s(self) -> Mapping[Hashable, float]:
-        """When the requests were moved that must stay where they are for now."""
+        """Times at which requests were moved that must stay for now, by request."""
         return self._moved_s
 
     def begin(self, now_s: float) -> None:
-        """Begin a period, whatever is left of the one before."""
+        """Begin a new period, whatever is left of the last one."""
         self._due_s = now_s + self._period_s
 
     def restore(self, due_s: float, moved_s: Mapping[Hashable, float]) -> None:
-        """Go on where another migrator was."""
+        """Continue from another migrator's state."""
         self._due_s = due_s
         self._moved_s = dict(moved_s)
 
     def decide(self, now_s: float, view: MigrationView) -> list[Move]:
-        """Return the moves to be made now; none before the period is over or while the load is even."""
+        """Return the moves to make now; none before the period is over or while the load is even."""
         if now_s < self._due_s:
             return []
         self.begin(now_s)
@@ -109,8 +110,8 @@ class Migrator:
 def problem_of(
     uneven: UnevenReplicas, view: MigrationView, staying: Container[Hashable] = ()
 ) -> MigrationProblem:
-    """Return the problem of the replicas that enter: requests go from overloaded to underloaded ones, but for
-    those that are `staying`."""
+    """Return the problem for the replicas that take part: requests go from overloaded to underloaded ones,
+    except those in `staying`."""
     replicas = [replace(view.replica(each), gives=True, receives=False) for each in uneven.overloaded]
     replicas += [replace(view.replica(each), gives=False, receives=True) for each in uneven.underloaded]
     requests = [
@@ -128,7 +129,7 @@ def problem_of(
 
 
 def moves_for(problem: MigrationProblem) -> list[Move]:
-    """Return moves that shorten the predicted makespan, in the order of the requests; there may be none."""
+    """Return moves that shorten the predicted makespan, in the order of the requests; may be empty."""
     columns = columns_of(problem)
     place_N = solve_relaxed(columns).place_N
     moved = np.flatnonzero(place_N != columns.source_N).tolist()

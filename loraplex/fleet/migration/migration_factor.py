@@ -1,4 +1,4 @@
-"""dLoRA's gamma: executed time with migration over executed time without."""
+"""dLoRA's gamma: execution time with migration over execution time without."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from loraplex.core.errors import UserError
 
 
 class MigrationFactor:
-    """Counts the seconds that replicas execute requests, and those of them that migrations caused.
+    """Counts the seconds that replicas execute requests, and the seconds that migrations caused.
 
-    A fleet whose requests move often has a large factor, and a large factor makes each further move dearer.
+    A fleet whose requests move often has a large factor, which makes each further move more expensive.
     """
 
     def __init__(self, useful_s: float = 0.0, migration_s: float = 0.0) -> None:
-        """`useful_s`, `migration_s`: what was recorded before."""
+        """`useful_s`, `migration_s`: seconds that were recorded before."""
         self._useful_s = useful_s
         self._migration_s = migration_s
 
     @property
     def recorded_s(self) -> tuple[float, float]:
-        """All that was recorded: of executions, and of migrations."""
+        """All recorded seconds: of executions, and of migrations."""
         return self._useful_s, self._migration_s
 
     def record_execution(self, seconds: float) -> None:
-        """Record time in which a replica executed requests, other than `record_migration`'s."""
+        """Record time in which a replica executed requests, except that of `record_migration`."""
         self._useful_s += _at_least_zero(seconds)
 
     def record_migration(self, seconds: float) -> None:
@@ -31,7 +31,7 @@ class MigrationFactor:
 
     @property
     def gamma(self) -> float:
-        """One at least, and one as long as nothing was executed."""
+        """The factor: at least one, and one as long as nothing was executed."""
         return 1.0 + self._migration_s / self._useful_s if self._useful_s > 0 else 1.0
 
 

@@ -1,6 +1,6 @@
-"""The problem that a migration solves: requests, replicas, adapters and what it costs to move them.
+"""The problem that a migration solves: requests, replicas, adapters and the costs of moving them.
 
-The notation of dLoRA (OSDI 2024, section 5.2) is named beside each field: L, M^R, M^A, M^G, M^H, gamma, eta.
+The notation of dLoRA (OSDI 2024, section 5.2) is given with each field: L, M^R, M^A, M^G, M^H, gamma, eta.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.perf.line import Line
 
-# One decode step of a 7B model on an H200 takes about as long. dLoRA names no value; see docs/decisions.md.
+# About one decode step of a 7B model on an H200. dLoRA gives no value; see docs/decisions.md.
 DEFAULT_ETA_S = 0.005
 
 _Name = TypeVar("_Name", bound=Hashable)
 
 
 class Move(NamedTuple):
-    """One request that leaves its replica, to be prefilled again on another one."""
+    """A request that leaves its replica, to be prefilled again on another one."""
 
     request_id: Hashable
     source: int
@@ -32,10 +32,10 @@ class Move(NamedTuple):
 class MigrationRequest:
     """A request that a replica has accepted and not finished.
 
-    `kv_tokens` (M^R): its tokens so far, which is what its KV cache holds and what a move prefills again.
-    `expected_s` (L): the seconds of its replica's time that the rest of it will take. In a batch that is its
-    share of each step, so that the sum over a replica's requests is the time until the replica has done them.
-    `stays`: it must not leave its replica.
+    `kv_tokens` (M^R): its tokens so far, which its KV cache holds and a move prefills again. `expected_s`
+    (L): the seconds of its replica's time that the rest of it will take. In a batch this is its share of each
+    step, so that the sum over a replica's requests is the time until the replica has finished them. `stays`:
+    it must not leave its replica.
     """
 
     request_id: Hashable
@@ -46,7 +46,7 @@ class MigrationRequest:
     stays: bool = False
 
     def check(self) -> None:
-        """Raise UserError if a number makes no sense."""
+        """Raise UserError if a value is invalid."""
         _require(self.kv_tokens >= 0, f"request {self.request_id} has {self.kv_tokens} KV tokens")
         _require_seconds(self.expected_s, f"the expected time of request {self.request_id}")
 
@@ -55,10 +55,10 @@ class MigrationRequest:
 class MigrationReplica:
     """A replica that takes part.
 
-    `kv_capacity_tokens` (M^G): the KV tokens its device holds, together with adapters that have `kv_tokens`.
-    `host_kv_tokens` (M^H): the KV tokens its host has room for, None for any number; only the exact program
-    asks. `adapters`: those whose weights are there. `max_adapters`: how many adapters it may have requests
-    of, None for any number. `gives` and `receives`: whether requests may leave it, and may be sent to it.
+    `kv_capacity_tokens` (M^G): the KV tokens its device holds, shared with adapters that have `kv_tokens`.
+    `host_kv_tokens` (M^H): the KV tokens its host has room for, None for no limit; used only by the exact
+    program. `adapters`: those on its device. `max_adapters`: the number of adapters it may have requests for,
+    None for no limit. `gives` and `receives`: whether requests may leave it, and may be sent to it.
     """
 
     replica: int
@@ -70,7 +70,7 @@ class MigrationReplica:
     receives: bool = True
 
     def check(self) -> None:
-        """Raise UserError if a number makes no sense."""
+        """Raise UserError if a value is invalid."""
         name = f"replica {self.replica}"
         _require(self.replica >= 0, f"{name} has a negative number")
         _require(
@@ -90,10 +90,10 @@ class MigrationReplica:
 class MigrationAdapter:
     """An adapter that some request needs.
 
-    `load_s`: the seconds of a load to the device of a replica that lacks it, from the replica's own host
-    memory. `fetch_s`: the seconds until it is in the host memory of a replica that has it neither there
-    (`on_host`, the replicas that do) nor on its device. `kv_tokens` (M^A): the KV tokens whose memory its
-    weights take; zero where adapters have memory of their own.
+    `load_s`: seconds to load it to the device of a replica that has it in host memory. `fetch_s`: seconds
+    until it is in the host memory of a replica that has it neither there (`on_host`: the replicas that do)
+    nor on its device. `kv_tokens` (M^A): the KV tokens whose memory its weights take; zero if adapters have
+    their own memory.
     """
 
     adapter: int
@@ -103,7 +103,7 @@ class MigrationAdapter:
     kv_tokens: int = 0
 
     def check(self) -> None:
-        """Raise UserError if a number makes no sense."""
+        """Raise UserError if a value is invalid."""
         _require(self.adapter >= 0, f"adapter {self.adapter} has a negative number")
         _require(self.kv_tokens >= 0, f"adapter {self.adapter} takes {self.kv_tokens} KV tokens")
         _require_seconds(self.load_s, f"the time to load adapter {self.adapter}")
@@ -112,12 +112,12 @@ class MigrationAdapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MigrationCosts:
-    """The prices of a migration, in seconds of a replica's time.
+    """The costs of a migration, in seconds of a replica's time.
 
     `prefill`: seconds to prefill a number of tokens; a request that moves pays it for all its tokens.
-    `swap_s_per_token` (1/B): seconds for each KV token beyond the capacity of a replica.
-    `gamma`: what the execution of a request that moves is multiplied with; `MigrationFactor` measures it.
-    `eta_s`: seconds for each adapter that a replica has requests of; keeps requests of one adapter together.
+    `swap_s_per_token` (1/B): seconds for each KV token beyond the capacity of a replica. `gamma`: factor on
+    the execution time of a request that moves; `MigrationFactor` measures it. `eta_s`: seconds for each
+    adapter that a replica has requests for; this keeps requests for one adapter together.
     """
 
     prefill: Line
@@ -126,7 +126,7 @@ class MigrationCosts:
     eta_s: float = DEFAULT_ETA_S
 
     def check(self) -> None:
-        """Raise UserError if a price makes no sense."""
+        """Raise UserError if a cost is invalid."""
         _require_seconds(self.prefill.latency_s, "the latency of a prefill")
         _require_seconds(self.prefill.unit_s, "the time to prefill a token")
         _require_seconds(self.swap_s_per_token, "the time to swap a token")
@@ -139,7 +139,8 @@ class MigrationCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MigrationProblem:
-    """Everything that one decision is made from. It checks itself, and raises UserError in words."""
+    """Everything that one decision is made from. It validates itself, and raises UserError with a clear
+    message."""
 
     replicas: tuple[MigrationReplica, ...]
     requests: tuple[MigrationRequest, ...]

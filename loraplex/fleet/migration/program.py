@@ -14,7 +14,7 @@ from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 
 
 class Solution(NamedTuple):
-    """The values of all columns. `bound`: no values of the program have an objective below it."""
+    """The values of all columns. `bound`: a lower bound on the objective of any solution."""
 
     values: FloatArray
     objective: float
@@ -22,7 +22,7 @@ class Solution(NamedTuple):
 
 
 class Program:
-    """Minimise `offset + costs @ x` for bounds on x and on `rows @ x`, some x being integers."""
+    """Minimise `offset + costs @ x` under bounds on x and on `rows @ x`, where some x are integers."""
 
     def __init__(self) -> None:
         self._costs: list[FloatArray] = []
@@ -43,7 +43,7 @@ class Program:
         upper: float | FloatArray = np.inf,
         integer: bool = False,
     ) -> IntArray:
-        """Add columns that are zero or more, and return their numbers."""
+        """Add columns with values of zero or more, and return their numbers."""
         first, self._num_columns = self._num_columns, self._num_columns + count
         self._costs.append(_filled(cost, count))
         self._uppers.append(_filled(upper, count))
@@ -60,7 +60,7 @@ class Program:
         return np.arange(first, first + count, dtype=np.int64)
 
     def add_entries(self, rows: IntArray, columns: IntArray, values: float | FloatArray) -> None:
-        """Add coefficients. No pair of a row and a column may come twice."""
+        """Add coefficients. No pair of a row and a column may be added twice."""
         assert len(rows) == len(columns)
         self._entries.append((rows, columns, _filled(values, len(rows))))
 
@@ -69,7 +69,7 @@ class Program:
         return any(each.any() for each in self._integers)
 
     def model(self, highspy: Any) -> Any:
-        """Return the program as HiGHS takes it. `highspy`: the module, imported by the caller."""
+        """Return the program in the form of HiGHS. `highspy`: the module, imported by the caller."""
         rows, columns, values = (np.concatenate(each) for each in zip(*self._entries, strict=True))
         order = np.argsort(columns, kind="stable")
         counts = np.bincount(columns, minlength=self._num_columns)
@@ -94,10 +94,11 @@ class Program:
 def solve(program: Program, *, relative_gap: float = 0.0, max_nodes: int | None = None) -> Solution | None:
     """Return the best solution found, or None if there is none.
 
-    One thread, a fixed seed, and a limit on nodes instead of seconds: equal programs have equal solutions.
-    `relative_gap`: how far above the bound a solution in integers may be. `max_nodes`: None for no limit.
+    One thread, a fixed seed, and a limit on nodes instead of seconds make it deterministic: equal programs
+    have equal solutions. `relative_gap`: how far above the bound an integer solution may be, relative to it.
+    `max_nodes`: None for no limit.
     """
-    import highspy  # imported here, so that importing the fleet's deciding code stays light
+    import highspy  # keeps importing the fleet's decisions cheap
 
     has_integers = program.has_integers
     options: dict[str, bool | int | float | str] = {"output_flag": False, "threads": 1, "random_seed": 0}

@@ -6,15 +6,16 @@
     y_kj      whether replica j has requests of adapter k: n_kj y_kj >= requests of k there     binary
     swaps(j)  >= swap_s_per_token x (KV tokens and adapters there - capacity), and zero at least
 
-A request that cannot go anywhere has no column, and neither has the share that stays: the solver starts from
-nothing that moves. Small programs are solved with binary y. For eight replicas that takes seconds, so larger
-ones are solved as two linear programs. In the first y is real, hence the share of the n_kj requests that are
-there, and every request pays its part of the adapter. It says which adapters are worth having where, and the
-second one pays for just these in full.
-Then each request goes where the largest share of it is, and what comes out is compared with staying.
+A request that cannot move has no column, and neither has the share that stays: the solver starts from the
+solution in which nothing moves. Small programs are solved with binary y. For eight replicas that takes
+seconds, so larger ones are solved as two linear programs. In the first, y is real: it is the share of the
+n_kj requests that are there, and every request pays its part of the adapter. Its result says which adapters
+are worth having where, and the second program pays for exactly these in full.
 
-Letters of shapes: N requests, R replicas, K adapters, P pairs of a request and another replica it may go to,
-Y pairs of an adapter and a replica.
+Finally each request goes to the replica with its largest share, and the result is compared with staying.
+
+Shape letters: N requests, R replicas, K adapters, P pairs of a request and another replica it may go to, Y
+pairs of an adapter and a replica.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.migration.columns import TOTAL_WEIGHT, Columns, RunTime
 from loraplex.fleet.migration.program import Program, solve
 
-# Up to this many pairs binary y take some tens of milliseconds. dLoRA's own setting, two replicas, is below
-# while the overloaded one has no more requests than this.
+# With up to this many pairs, binary y takes some tens of milliseconds. dLoRA's own setting, two replicas, is
+# below the limit while the overloaded one has no more requests than this.
 MAX_BINARY_PAIRS = 100
-# Rounding loses more than this gap, so closing it further is lost time. Small programs end at the first node.
+# Rounding loses more than this gap, so closing it further is wasted time. Small programs end at the first
+# node.
 RELATIVE_GAP = 1e-3
 MAX_NODES = 100
-# Shares that differ by less than this are equal: a solver's answer is exact to about as much.
+# Shares that differ by less than this count as equal: the solver's precision is about the same.
 SHARE_TOLERANCE = 1e-6
-# A makespan that is shorter by less than this share of it is shorter by rounding of numbers only.
+# A relative gain in makespan below this comes from rounding only.
 GAIN_TOLERANCE = 1e-9
 
 _Value = TypeVar("_Value", bound=np.generic)
@@ -45,7 +47,8 @@ _Value = TypeVar("_Value", bound=np.generic)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelaxedPlacement:
-    """`place_N`: where each request goes. `bound_s`: no placement at all has a smaller objective."""
+    """The result of a migration. `place_N`: the place of each request. `bound_s`: no placement has a smaller
+    objective."""
 
     place_N: IntArray
     run_time: RunTime
@@ -73,10 +76,10 @@ def solve_relaxed(columns: Columns, *, max_binary_pairs: int = MAX_BINARY_PAIRS)
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The requests that may go, and where to.
+    """The requests that may move, and where to.
 
-    `settled_KR`: adapters that a replica needs wherever the requests go. `most_KR`: how many requests of an
-    adapter a replica can have; zero where its adapter is settled.
+    `settled_KR`: adapters that a replica needs wherever the requests go. `most_KR`: most requests for an
+    adapter that a replica can have; zero where the adapter is settled.
     """
 
     request_P: IntArray
@@ -131,8 +134,8 @@ def _solve_linear(columns: Columns, pairs: _Pairs) -> tuple[float, list[IntArray
 class _Base:
     """The program without y.
 
-    `paid_KR`: the adapters that a replica pays for however many requests of them it has. `part_KR`: the part
-    of an adapter that each of its requests pays instead.
+    `paid_KR`: the adapters that a replica pays for, however many requests for them it has. `part_KR`: the
+    part of an adapter that each of its requests pays instead.
     """
 
     def __init__(self, columns: Columns, pairs: _Pairs, *, paid_KR: BoolArray, part_KR: FloatArray) -> None:
@@ -156,7 +159,7 @@ class _Base:
         program.add_entries(self.run_R, swap_s_R, 1.0)
         program.add_entries(self.run_R, np.repeat(makespan_s, num_replicas), -1.0)
 
-        # Swaps are counted in seconds, so that all rows have coefficients of one size.
+        # Swaps are counted in seconds, so that the coefficients of all rows have similar magnitude.
         second, tokens_K = columns.swap_s_per_token, columns.adapter_tokens_K
         request_tokens_P, tokens_KR = columns.kv_tokens_N[request_P], part_KR * tokens_K[:, None]
         come_tokens_P = request_tokens_P + _looked_up(tokens_KR, adapter_P, pairs.target_P)
@@ -185,14 +188,14 @@ class _Base:
         leave: FloatArray,
         upper_R: FloatArray,
     ) -> IntArray:
-        """Add a row for each replica: requests that come add to it, and those that leave take from it."""
+        """Add a row for each replica: incoming requests add to it, and leaving ones subtract from it."""
         rows_R = self.program.add_rows(len(upper_R), upper=upper_R)
         self.program.add_entries(rows_R[target_P], self.x_P, come)
         self.program.add_entries(rows_R[source_P], self.x_P, -leave)
         return rows_R
 
     def _add_whole_requests(self, request_P: IntArray, num_requests: int) -> None:
-        """Let the shares of each request be one together at most; a single share is bounded by itself."""
+        """Limit the shares of each request to a sum of one; a single share is bounded by its column."""
         several_N = np.bincount(request_P, minlength=num_requests) > 1
         row_N = np.zeros(num_requests, np.int64)
         row_N[several_N] = self.program.add_rows(int(several_N.sum()), upper=1.0)
@@ -201,7 +204,8 @@ class _Base:
 
 
 def _add_binary_adapters(base: _Base, columns: Columns, pairs: _Pairs) -> None:
-    """Add y, and that a replica with requests of an adapter needs the adapter (one row for all of them)."""
+    """Add y, with the constraint that a replica with requests for an adapter needs the adapter (one row for
+    all of them)."""
     program, here_KR = base.program, columns.count_adapters(columns.source_N)
     adapter_Y, replica_Y = np.nonzero(pairs.most_KR)
     load_s_Y = columns.load_KR[adapter_Y, replica_Y]
@@ -226,7 +230,7 @@ def _add_binary_adapters(base: _Base, columns: Columns, pairs: _Pairs) -> None:
 def _looked_up(
     table_KR: npt.NDArray[_Value], adapter_P: IntArray, replica_P: IntArray
 ) -> npt.NDArray[_Value]:
-    """Return the values of pairs; those of the base model are zero, or False."""
+    """Return the table's values for pairs; zero or False for the base model."""
     values_P = np.zeros(len(adapter_P), table_KR.dtype)
     linked_P = adapter_P >= 0
     values_P[linked_P] = table_KR[adapter_P[linked_P], replica_P[linked_P]]
@@ -234,7 +238,7 @@ def _looked_up(
 
 
 def _rounded(columns: Columns, pairs: _Pairs, x_P: FloatArray) -> IntArray:
-    """Return the replica with the largest share of each request: of equal ones its own, then the first."""
+    """Return the replica with the largest share of each request; on a tie its own, then the first."""
     share_NR = np.zeros(columns.may_go_NR.shape)
     share_NR[pairs.request_P, pairs.target_P] = x_P
     here_N = 1.0 - share_NR.sum(axis=1)
@@ -244,9 +248,9 @@ def _rounded(columns: Columns, pairs: _Pairs, x_P: FloatArray) -> IntArray:
 
 
 def _opened(columns: Columns, here_KR: BoolArray, place_N: IntArray) -> BoolArray:
-    """Return the adapters that come to replicas which have no requests of them yet.
+    """Return the adapters that come to replicas which have no requests for them yet.
 
-    Where more would come than a replica may hold, those with the most requests come.
+    If more would come than a replica may hold, those with the most requests come.
     """
     wanted_KR = np.where(here_KR, 0, columns.count_adapters(place_N))
     room_R = columns.max_adapters_R - here_KR.sum(axis=0)

@@ -1,6 +1,6 @@
-"""When requests migrate, and between which replicas: dLoRA's selective migration.
+"""Decide when requests migrate, and between which replicas: dLoRA's selective migration.
 
-It looks at one number per replica and kind, never at requests, and costs one sort of them.
+It looks at one number per replica and criterion, never at single requests, and costs one sort of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PERIOD_S: Final = 10.0
 KV_SHARE: Final = 0.9
 # Or it is overloaded when it has this many requests more than the mean of all replicas.
 REQUESTS_ABOVE_MEAN: Final = 16.0
-# The busiest replica is matched with the least busy one; in the paper that is K.
+# The busiest replica is paired with the least busy one; this is K in the paper.
 NUM_PAIRS: Final = 1
 
 Column = Sequence[float] | FloatArray
@@ -29,7 +29,7 @@ Column = Sequence[float] | FloatArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenReplicas:
-    """The replicas that enter a migration: the most overloaded first, the least loaded first."""
+    """The replicas that take part in a migration: the most overloaded first, the least loaded first."""
 
     overloaded: tuple[int, ...]
     underloaded: tuple[int, ...]
@@ -42,14 +42,15 @@ def uneven_replicas(
     accepts: Sequence[bool] | BoolArray | None = None,
     num_pairs: int = NUM_PAIRS,
 ) -> UnevenReplicas | None:
-    """Return which replicas enter, or None if the load is even enough. Columns have one value per replica.
+    """Return the replicas that take part, or None if the load is even enough. Columns have one value per
+    replica.
 
     `accepts`: False for replicas that must not be sent requests; None if there are none of these.
-    `num_pairs`: at most so many overloaded and so many underloaded replicas enter.
+    `num_pairs`: at most this many overloaded and this many underloaded replicas take part.
 
-    Memory is looked at first, then requests. A replica that reaches a threshold is overloaded; one that is
-    below the KV threshold, or has fewer requests than the mean, is underloaded. Of equal ones the first
-    enters. Replicas that must not be sent requests and have none, as they are down, are no part of the mean.
+    Memory is checked first, then requests. A replica that reaches a threshold is overloaded; one that is
+    below the KV threshold, or has fewer requests than the mean, is underloaded. Ties are broken by number.
+    Replicas that must not be sent requests and have none, because they are down, do not count for the mean.
     """
     shares, requests = _checked("KV shares", kv_share), _checked("numbers of requests", num_requests)
     if len(shares) != len(requests):

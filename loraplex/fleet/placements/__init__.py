@@ -1,1 +1,1 @@
-"""Which replicas serve which adapters: one policy a file, all behind `placement.Placement`."""
+"""Policies that place adapters on replicas: one per file, all behind `placement.Placement`."""

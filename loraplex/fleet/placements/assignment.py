@@ -1,7 +1,7 @@
-"""The assignment problem, solved exactly: one column for each row, at the least total cost.
+"""Solve the assignment problem exactly: one column for each row, at the least total cost.
 
-Shortest augmenting paths with potentials (the Hungarian method in the form of Jonker and Volgenant), O(n^3),
-with the innermost loop in numpy. Costs are integers, so that there is no rounding.
+The method is shortest augmenting paths with potentials (the Hungarian method in the form of Jonker and
+Volgenant), O(n^3), with the innermost loop in numpy. Costs are integers, so there is no rounding.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _UNREACHED: Final = np.iinfo(np.int64).max // 2
 
 
 def least_cost_assignment(costs: IntArray) -> IntArray:
-    """Return the column of each row of a square matrix, at the least sum of costs."""
+    """Return the column of each row of a square matrix, at the least total cost."""
     size = len(costs)
     assert costs.shape == (size, size), "an assignment needs as many columns as rows"
-    # Column `size` stands for "no column": it is where the path of a row that has none yet begins.
+    # Column `size` stands for "no column": the path of a row that has none yet begins there.
     row_of = np.full(size + 1, -1, dtype=np.int64)
     row_potential = np.zeros(size, dtype=np.int64)
     column_potential = np.zeros(size + 1, dtype=np.int64)
@@ -32,7 +32,7 @@ def least_cost_assignment(costs: IntArray) -> IntArray:
 
 
 def _augment(costs: IntArray, row_of: IntArray, row_potential: IntArray, column_potential: IntArray) -> None:
-    """Give the row at the last column a real one, moving other rows along the shortest alternating path."""
+    """Assign the row at the last column a real one, moving other rows along the shortest alternating path."""
     size = len(costs)
     distance = np.full(size, _UNREACHED, dtype=np.int64)
     come_from = np.full(size, size, dtype=np.int64)

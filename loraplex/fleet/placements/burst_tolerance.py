@@ -1,9 +1,9 @@
-"""dLoRA's proactive placement: more copies for the adapters that could take a burst least.
+"""dLoRA's proactive placement: more copies for the adapters that tolerate a burst least.
 
-The burst tolerance of an adapter is its capacity over its load. Its capacity is the device memory that is
-left for requests on the replicas that hold it, so that a copy more raises the adapter's own tolerance and
-lowers that of all others on its replica. Copies are made for the adapter with the lowest tolerance, until the
-lowest would fall.
+The burst tolerance of an adapter is its capacity over its load. Its capacity is the device memory left for
+requests on the replicas that hold it, so another copy raises the adapter's own tolerance and lowers that of
+all others on its replica. Copies are added for the adapter with the lowest tolerance, until the lowest
+tolerance would fall.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BurstTolerancePlacement:
 
 
 def _first_copies(problem: PlacementProblem) -> IntArray:
-    """Return a replica for each adapter: most asked for first, each where most memory is left."""
+    """Return a replica for each adapter: highest demand first, each where most memory is left."""
     homes = np.empty(len(problem.adapters), dtype=np.int64)
     emptiest = [(0, replica) for replica in range(problem.num_replicas)]
     heapify(emptiest)
@@ -61,11 +61,11 @@ def _first_copies(problem: PlacementProblem) -> IntArray:
 
 
 class _Tolerances:
-    """The burst tolerance of every adapter that has load, while copies are added.
+    """The burst tolerance of every adapter with load, while copies are added.
 
-    Adapters whose only copy is on one replica have the same capacity, so that the most asked for of them has
+    Adapters whose only copy is on one replica have the same capacity, so the one with the highest load has
     the lowest tolerance: each replica keeps these in a queue, by load. Only adapters with several copies, of
-    which there are few, are looked at one by one."""
+    which there are few, are examined one by one."""
 
     def __init__(
         self, holders: list[list[int]], first: Plan, problem: PlacementProblem, device_bytes: int
@@ -82,7 +82,7 @@ class _Tolerances:
         for adapter in loaded[np.argsort(problem.demand[loaded], kind="stable")].tolist():
             self._queues[holders[adapter][0]].append(adapter)
         self._queue_loads = np.array([self._queue_load(replica) for replica in range(problem.num_replicas)])
-        # Adapters with several copies, as rows in the order in which they got the second.
+        # Adapters with several copies, as rows in the order in which they got their second copy.
         self._row_of: dict[int, int] = {}
         self._copied: list[int] = []
         self._holds = np.zeros((problem.num_replicas, len(loaded)), dtype=bool)
@@ -91,7 +91,7 @@ class _Tolerances:
 
     def lowest(self) -> tuple[float, int]:
         """Return the lowest tolerance, and the adapter that has it."""
-        # A replica that is the only one for no adapter has a load of zero here, and no tolerance to look at.
+        # A replica with an empty queue has a load of zero here, and no tolerance to consider.
         with np.errstate(divide="ignore", invalid="ignore"):
             of_queues = np.where(self._queue_loads > 0, self._left_bytes / self._queue_loads, np.inf)
         replica = int(of_queues.argmin())
@@ -112,7 +112,8 @@ class _Tolerances:
         return None if candidates[replica] == _NO_ROOM else replica
 
     def copy(self, adapter: int, replica: int) -> None:
-        """Account for one more copy: others on the replica lose capacity, the adapter gains the rest."""
+        """Account for one more copy: others on the replica lose capacity, the adapter gains what is left
+        there."""
         row, size = self._row(adapter), self._sizes[adapter]
         num_rows = len(self._copied)
         self._capacities[:num_rows] -= size * self._holds[replica, :num_rows]
@@ -122,7 +123,8 @@ class _Tolerances:
         self._holds[replica, row] = True
 
     def _row(self, adapter: int) -> int:
-        """Return the adapter's row; one with a single copy so far leaves its queue for it."""
+        """Return the adapter's row; an adapter with a single copy so far is moved from its queue to a new
+        row."""
         row = self._row_of.get(adapter)
         if row is None:
             (home,) = self._holders[adapter]

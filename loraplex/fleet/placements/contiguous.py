@@ -1,4 +1,4 @@
-"""S-LoRA Contiguous of the LoRAServe paper: adapters by rank, equally many on each replica."""
+"""S-LoRA Contiguous of the LoRAServe paper: adapters sorted by rank, equally many on each replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loraplex.fleet.plan import Plan
 
 
 class ContiguousPlacement:
-    """Similar ranks share a replica; demand is not looked at."""
+    """A placement in which similar ranks share a replica; it ignores demand."""
 
     def place(self, problem: PlacementProblem) -> Plan:
         num_adapters = len(problem.adapters)

@@ -1,4 +1,4 @@
-"""The demand of the next period, from how many tokens/s each adapter had in the last ones."""
+"""Predict the demand of the next period from each adapter's tokens/s in the last periods."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
 
 Demand = Callable[[FloatArray], FloatArray]
-"""The tokens/s of each adapter in the next period, from those of the last periods, oldest first, as [periods,
-adapters]."""
+"""Returns the tokens/s of each adapter in the next period from those of the last periods, oldest first, as
+[periods, adapters]."""
 
 
 def extrapolated_demand(rates: FloatArray) -> FloatArray:
-    """Return the tokens/s of each adapter in the next period: its linear trend continued, zero at least.
+    """Return the tokens/s of each adapter in the next period: its linear trend continued, at least zero.
 
-    `rates`: tokens/s of the last periods, oldest first, as [periods, adapters]. The trend is the straight
-    line of least squares; one period alone is continued as it is."""
+    `rates`: tokens/s of the last periods, oldest first, as [periods, adapters]. The trend is the
+    least-squares line; a single period is continued as it is."""
     if rates.ndim != 2 or not len(rates):
         raise UserError("demand needs the token rates of at least one period, by period and adapter")
     weights = _trend_weights(len(rates))
@@ -32,9 +32,9 @@ def mean_demand(rates: FloatArray) -> FloatArray:
 
 
 def _trend_weights(num_periods: int) -> FloatArray:
-    """Return by how much each period counts for the value of the line one period after the last.
+    """Return the weight of each period in the line's value one period after the last.
 
-    The line is linear in the rates, so that one product with these weights serves all adapters."""
+    The line is linear in the rates, so one product with these weights serves all adapters."""
     if num_periods == 1:
         return np.ones(1)
     offsets = np.arange(num_periods) - (num_periods - 1) / 2

@@ -1,8 +1,8 @@
-"""The bound that every plan must keep: the adapters of a replica fit into its host's memory.
+"""The constraint that every plan must satisfy: the adapters of a replica fit its host memory.
 
-Policies balance load first. A plan of theirs that does not fit is mended here in the way that changes the
-least: copies beyond the first go first, then adapters with the least load move. Only when that leaves an
-adapter without a place are all of them packed anew by size.
+Policies balance load first. A plan that does not fit is repaired here with the fewest changes: copies beyond
+the first are removed first, then adapters with the least load move. Only if that leaves an adapter without a
+place are all of them packed again by size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def within_host_memory(plan: Plan, problem: PlacementProblem) -> Plan:
 
 
 def _take_off(weights: _Weights, free_bytes: IntArray, problem: PlacementProblem) -> list[int]:
-    """Take copies off the replicas that are too full, and return the adapters that have none left."""
+    """Remove copies from replicas that are too full, and return the adapters that have none left."""
     sizes, demand = problem.adapters.num_bytes.tolist(), problem.demand.tolist()
     held: list[list[int]] = [[] for _ in free_bytes]
     for adapter, by_replica in enumerate(weights):
@@ -59,7 +59,8 @@ def _take_off(weights: _Weights, free_bytes: IntArray, problem: PlacementProblem
 def _put_back(
     weights: _Weights, without_copy: list[int], free_bytes: IntArray, problem: PlacementProblem
 ) -> bool:
-    """Place each of these adapters where most memory is free, largest first. False: they do not all fit."""
+    """Place each of these adapters where most memory is free, largest first. Return False if they do not all
+    fit."""
     roomiest = [(-free, replica) for replica, free in enumerate(free_bytes.tolist())]
     heapify(roomiest)
     sizes = problem.adapters.num_bytes

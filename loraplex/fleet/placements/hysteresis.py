@@ -1,4 +1,4 @@
-"""A placement that leaves adapters where they are for as long as that is good enough."""
+"""A placement that leaves adapters where they are as long as that is good enough."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from loraplex.fleet.placements.utilisation import utilisation_by_replica
 from loraplex.fleet.plan import Plan
 
 _SAVED_LOADS: Final = 0.05
-"""Of all requests, those that need no load by the fresh plan alone, for which adapters are moved."""
+"""Share of all requests that must be saved a load by the fresh plan for adapters to be moved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HysteresisPlacement:
-    """Places again each period, but moves only what pays.
+    """Places adapters again each period, but moves them only if it pays off.
 
-    The measure is the predicted utilisation of the busiest replica. The previous plan stays while that is at
-    most `1 + margin` times what the fresh plan would give, and while it fits the hosts. Where engines have
-    slots, it also stays only while not many more requests have to wait for a load. Adapters that the previous
-    plan lacks get the places of the fresh one."""
+    The criterion is the predicted utilisation of the busiest replica. The previous plan is kept while that is
+    at most `1 + margin` times what the fresh plan would give, and while it fits the hosts. For engines with
+    slots, it is also kept only while not many more requests have to wait for a load. Adapters that the
+    previous plan lacks get the places of the fresh one."""
 
     placement: Placement
     margin: float = 0.1
     operating_points: Mapping[int, float] | None = None
-    """Tokens/s that a replica sustains, by rank; None: all tokens count alike."""
+    """Tokens/s that a replica sustains, by rank; None if all tokens count the same."""
     padded: bool = True
-    """Kernels pad to the largest rank in a batch."""
+    """True if kernels pad to the largest rank in a batch."""
 
     def __post_init__(self) -> None:
         if not self.margin >= 0:
@@ -57,7 +57,7 @@ class HysteresisPlacement:
 
 
 def _completed(previous: Plan, fresh: Plan) -> Plan:
-    """Return the previous plan, with the places of the fresh one for the adapters that it lacks."""
+    """Return the previous plan, with the fresh plan's places for the adapters that it lacks."""
     num_placed = len(previous.replicas)
     if num_placed == len(fresh.replicas):
         return previous

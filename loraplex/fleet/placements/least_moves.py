@@ -1,4 +1,4 @@
-"""Which replica each group of adapters goes to, so that as little as possible has to be fetched."""
+"""Choose which replica each group of adapters goes to, so that as little as possible has to be copied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from loraplex.fleet.placements.placement import PlacementProblem
 
 
 def least_moves(groups_of: Sequence[Iterable[int]], sizes: IntArray, problem: PlacementProblem) -> list[int]:
-    """Return the replica that each group becomes. `groups_of`: the groups of each adapter, of which there are
-    as many as replicas. `sizes`: what fetching each adapter costs."""
+    """Return the replica for each group. `groups_of`: the groups of each adapter; there are as many groups as
+    replicas. `sizes`: the cost of copying each adapter."""
     num_replicas = problem.num_replicas
     if problem.previous is None:
         return list(range(num_replicas))
@@ -25,7 +25,7 @@ def least_moves(groups_of: Sequence[Iterable[int]], sizes: IntArray, problem: Pl
         for group in groups:
             contents[group].append(adapter)
     held = [sizes[adapters] @ was_held[adapters] for adapters in contents]
-    # To be fetched are those of the group less those held. The former are the same whatever a group becomes,
-    # so that the latter alone decide.
+    # The cost is that of the group's adapters minus those already held. The former does not depend on the
+    # assignment, so only the latter matters.
     replica_of_group: list[int] = least_cost_assignment(-np.array(held)).tolist()
     return replica_of_group

@@ -1,8 +1,8 @@
 """LoRAServe's placement: few ranks on each replica, and the same utilisation on all of them.
 
-Six steps, a function each: utilisation by rank, replicas for each rank, packing of each rank onto its
-replicas, leftovers, the numbering that moves the least, routing shares. docs/decisions.md says what the paper
-leaves open.
+It has six steps, one function each: utilisation by rank, replicas for each rank, packing of each rank onto
+its replicas, leftovers, the numbering that moves the least, routing shares. docs/decisions.md says what the
+paper leaves open.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class LoRAServePlacement:
     """The six steps of the LoRAServe paper."""
 
     operating_points: Mapping[int, float]
-    """The most tokens/s that one replica sustains on adapters of one rank alone, by rank."""
+    """The most tokens/s that one replica sustains with adapters of a single rank, by rank."""
     padded: bool = True
-    """Kernels pad to the largest rank in a batch, so that the largest rank on a replica sets its pace."""
+    """True if kernels pad to the largest rank in a batch, so that the largest rank on a replica sets its
+    pace."""
 
     def place(self, problem: PlacementProblem) -> Plan:
         demand = _counted_demand(problem)
@@ -47,14 +48,14 @@ class LoRAServePlacement:
         budgets = replicas_by_rank(used_by_rank, problem.num_replicas)
         leftovers = pack_ranks(bins, budgets, problem.adapters.ranks, demand)
         place_leftovers(bins, leftovers, problem.adapters.ranks)
-        # Step 5: as few bytes as possible have to be fetched.
+        # Step 5: copy as few bytes as possible.
         replica_of_bin = least_moves(bins.tokens_per_s, problem.adapters.num_bytes, problem)
         plan = routing_shares(bins, replica_of_bin, problem)
         return within_host_memory(plan, problem)
 
 
 def _counted_demand(problem: PlacementProblem) -> FloatArray:
-    """Return the demand, or that of adapters which all count alike if nothing else is known of them."""
+    """Return the demand, or equal demand for all adapters if nothing is known about them."""
     if problem.previous is None and not problem.demand.any():
         return np.ones_like(problem.demand)
     return problem.demand
@@ -63,7 +64,7 @@ def _counted_demand(problem: PlacementProblem) -> FloatArray:
 def utilisation_by_rank(
     problem: PlacementProblem, demand: FloatArray, operating_points: Mapping[int, float]
 ) -> dict[int, float]:
-    """Step 1: return how many replicas each rank would keep fully busy, by ascending rank."""
+    """Return how many replicas each rank would keep fully busy, by ascending rank (step 1)."""
     used = demand / operating_point_of_each(problem.adapters, operating_points)
     ranks, places = np.unique(problem.adapters.ranks, return_inverse=True)
     totals = np.bincount(places.ravel(), weights=used, minlength=len(ranks))
@@ -71,11 +72,11 @@ def utilisation_by_rank(
 
 
 def replicas_by_rank(used_by_rank: Mapping[int, float], num_replicas: int) -> dict[int, int]:
-    """Step 2: return how many replicas each rank gets for itself, in proportion to its utilisation.
+    """Return how many replicas each rank gets for itself, in proportion to its utilisation (step 2).
 
-    Rounded by largest remainder, so that all replicas are given out; of equal remainders the higher rank's
-    counts for more, as it suffers nothing from leftovers of lower ranks. Without any utilisation nothing is
-    given out."""
+    Numbers are rounded by largest remainder, so that all replicas are assigned; of equal remainders the
+    higher rank's wins, because leftovers of lower ranks do not slow it down. Without any utilisation nothing
+    is assigned."""
     total = sum(used_by_rank.values())
     if total <= 0:
         return dict.fromkeys(used_by_rank, 0)
@@ -92,10 +93,10 @@ def replicas_by_rank(used_by_rank: Mapping[int, float], num_replicas: int) -> di
 def pack_ranks(
     bins: RankBins, budgets: Mapping[int, int], ranks: IntArray, demand: FloatArray
 ) -> list[_Leftover]:
-    """Step 3: fill the bins of each rank with its adapters, and return what did not fit.
+    """Fill the bins of each rank with its adapters, and return what did not fit (step 3).
 
-    The adapter with the largest demand comes first, and goes to the least used bin; what is beyond the bin's
-    room goes to the next. Adapters without demand are no part of it."""
+    The adapter with the largest demand comes first, and goes to the least used bin; what exceeds the bin's
+    room goes to the next. Adapters without demand are skipped."""
     leftovers: list[_Leftover] = []
     first_bin = 0
     for rank, budget in budgets.items():
@@ -117,16 +118,16 @@ def pack_ranks(
 
 
 def place_leftovers(bins: RankBins, leftovers: list[_Leftover], ranks: IntArray) -> None:
-    """Step 4: put the leftovers into bins that have room, highest rank first.
+    """Put the leftovers into bins that have room, highest rank first (step 4).
 
-    The bin with the highest ranks is the first choice, as lower ranks do not slow it down, and among such
-    bins the least used one. A rank above that of every bin with room goes to the least used bin, which it
-    slows down. Where no bin has room for it, the least used one takes it."""
+    The bin with the highest ranks is the first choice, because lower ranks do not slow it down, and among
+    such bins the least used one. A rank above that of every bin with room goes to the least used bin, which
+    it slows down. If no bin has room for it, the least used one takes it."""
     queue = [
         (-rank, used, index) for index, (rank, used) in enumerate(zip(bins.max_ranks, bins.used, strict=True))
     ]
     heapify(queue)
-    # Bins only fill up, so that a rank for which none had room need not be tried again.
+    # Bins only fill up, so a rank for which none had room need not be tried again.
     full_for: int | None = None
     for adapter, leftover in sorted(leftovers, key=lambda each: (-int(ranks[each[0]]), each[0])):
         rank, left = int(ranks[adapter]), leftover
@@ -145,7 +146,7 @@ def place_leftovers(bins: RankBins, leftovers: list[_Leftover], ranks: IntArray)
 
 
 def _bring_to_top(queue: list[tuple[int, float, int]], bins: RankBins, rank: int) -> bool:
-    """Let the bin that would be the least used one with this rank be the first choice, if it has room."""
+    """Make the bin least used with this rank the first choice if it has room; return whether."""
     place = min(range(len(queue)), key=lambda each: (bins.used_with(queue[each][2], rank), queue[each][2]))
     index = queue[place][2]
     if not bins.room(index, rank):
@@ -156,7 +157,7 @@ def _bring_to_top(queue: list[tuple[int, float, int]], bins: RankBins, rank: int
 
 
 def routing_shares(bins: RankBins, replica_of_bin: list[int], problem: PlacementProblem) -> Plan:
-    """Step 6: return the plan; shares are in proportion to the tokens/s that each bin has of an adapter."""
+    """Return the plan; shares are in proportion to the tokens/s that each bin has of an adapter (step 6)."""
     weights = [
         {replica_of_bin[index]: tokens_per_s for index, tokens_per_s in by_bin.items()}
         for by_bin in bins.tokens_per_s
@@ -171,7 +172,7 @@ def routing_shares(bins: RankBins, replica_of_bin: list[int], problem: Placement
 def place_idle(weights: list[dict[int, float]], max_ranks: list[int], problem: PlacementProblem) -> None:
     """Give each adapter without demand a home: where it was, or else the replica with the fewest bytes.
 
-    Replicas whose ranks are at least as high come first: there it does no harm when it is asked for after
+    Replicas whose ranks are at least as high are preferred: there it does no harm if it gets requests after
     all."""
     sizes = problem.adapters.num_bytes.tolist()
     ranks = problem.adapters.ranks.tolist()

@@ -16,20 +16,21 @@ from loraplex.fleet.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlacementProblem:
-    """A fleet of identical replicas that is to be placed. What no policy can place is refused here."""
+    """A fleet of identical replicas to place adapters on. Problems that no policy can solve are refused
+    here."""
 
     adapters: AdapterTable
     num_replicas: int
     demand: FloatArray
-    """The tokens/s of each adapter, prompt and output, that are expected in the next period."""
+    """Expected tokens/s of each adapter in the next period, prompt and output."""
     host_bytes: int | None = None
-    """The memory for adapters on the host of each replica; None if it is unlimited."""
+    """Bytes for adapters in the host memory of each replica; None for no limit."""
     device_bytes: int | None = None
-    """The memory for adapters and KV cache on the device of each replica; None if it is unlimited."""
+    """Bytes for adapters and KV cache on the device of each replica; None for no limit."""
     num_slots: int | None = None
-    """The adapters that each replica has slots for; None if adapters take memory by their size."""
+    """Number of adapter slots of each replica; None if adapters take memory by their size."""
     previous: Plan | None = None
-    """The plan of the period before. It may lack the adapters that were added since."""
+    """The plan of the previous period. It may lack adapters that were added since."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,6 +81,6 @@ class Placement(Protocol):
     def place(self, problem: PlacementProblem) -> Plan:
         """Return a plan for all adapters, within the host memory of every replica.
 
-        Changes nothing that it is given, and returns the same for the same problem. Raises a UserError for a
+        Modifies none of its arguments, and returns the same for the same problem. Raises UserError for a
         problem that the policy cannot place."""
         ...

@@ -1,4 +1,4 @@
-"""S-LoRA Random of the LoRAServe paper: each adapter on a replica drawn once."""
+"""S-LoRA Random of the LoRAServe paper: each adapter on one randomly drawn replica."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from loraplex.fleet.plan import Plan
 
 
 class RandomPlacement:
-    """One draw for each adapter, by the problem's seed.
+    """A placement with one random draw for each adapter, from the problem's seed.
 
-    It is static: neither demand nor an adapter that is added later changes what was drawn."""
+    It is static: neither demand nor adapters added later change what was drawn."""
 
     def place(self, problem: PlacementProblem) -> Plan:
         drawn = np.random.default_rng(problem.seed).random(len(problem.adapters))

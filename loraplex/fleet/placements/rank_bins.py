@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _NEGLIGIBLE: Final = 1e-9
-"""Shares of a bin or of an adapter that come from rounding alone."""
+"""Relative size below which shares of a bin or of an adapter come from rounding alone."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RankBins:
-    """Bins that are to be filled to the same utilisation, `target`.
+    """Bins to be filled to the same utilisation, `target`.
 
-    With padded kernels the largest rank in a bin sets the pace of all that is in it; otherwise each adapter
+    With padded kernels the largest rank in a bin sets the pace of everything in it; otherwise each adapter
     counts by the operating point of its own rank."""
 
     num_bins: int
@@ -25,9 +25,9 @@ class RankBins:
     used: list[float] = field(init=False)
     """The utilisation of each bin."""
     max_ranks: list[int] = field(init=False)
-    """The largest rank in each bin, 0 if it is empty."""
+    """The largest rank in each bin; 0 if it is empty."""
     tokens_per_s: list[dict[int, float]] = field(init=False)
-    """The tokens/s of each adapter that each bin has."""
+    """The tokens/s that each bin has of each adapter: by adapter, then by bin."""
 
     def __post_init__(self) -> None:
         self.used = [0.0] * self.num_bins
@@ -55,14 +55,14 @@ class RankBins:
         return used.index(min(used))
 
     def put(self, index: int, adapter: int, rank: int, tokens_per_s: float) -> None:
-        """Give the bin so much of the adapter, whether there is room or not."""
+        """Add this many tokens/s of the adapter to the bin, whether there is room or not."""
         self.used[index] = self.used_with(index, rank) + tokens_per_s / self._point(index, rank)
         self.max_ranks[index] = max(self.max_ranks[index], rank)
         of_adapter = self.tokens_per_s[adapter]
         of_adapter[index] = of_adapter.get(index, 0.0) + tokens_per_s
 
     def put_what_fits(self, index: int, adapter: int, rank: int, tokens_per_s: float) -> float:
-        """Give the bin as much of the adapter as there is room for, and return how much is left over."""
+        """Add as much of the adapter to the bin as fits, and return the tokens/s left over."""
         room = self.room(index, rank)
         if room <= 0:
             return tokens_per_s

@@ -1,18 +1,18 @@
-"""Ours: adapters in a line by rank, cut into pieces that keep all replicas equally busy.
+"""Our own placement: adapters in a line by rank, cut into pieces that keep all replicas equally busy.
 
-With kernels that pad, a replica is as slow as the largest rank that it serves. So adapters stand in a line,
-the largest ranks first, and replica after replica takes the next piece of it: its largest rank is that of the
+With padded kernels, a replica is as slow as the largest rank that it serves. So adapters stand in a line, the
+largest ranks first, and replica after replica takes the next piece of it: its largest rank is that of the
 first adapter in the piece, and each piece holds the tokens that keep a replica of that rank busy for the same
-share of its time. That share is as small as it can be. An adapter at a cut is served on both sides of it, and
-one that needs more than a replica has several to itself.
+share of its time. That share is as small as possible. An adapter at a cut is served on both sides of it, and
+one that needs more than one replica has several to itself.
 
-No piece takes much more than a sixth of all adapters' bytes, however little its adapters are asked for, so
-that no host has to hold nearly everything; fleets of two or three replicas need not care.
+No piece takes much more than a sixth of all adapters' bytes, however low their demand, so that no host has to
+hold nearly everything; this limit does not apply to fleets of two or three replicas.
 
-Among adapters of one rank the line keeps the order of the plan before: when demand drifts, cuts shift a
-little, and only what lies between an old and a new cut moves. The adapters that are asked for most get one
-copy more, on a neighbouring replica, so that a burst has two places to go; but not in fleets of four or fewer
-replicas, where two copies are more than the storage that is allowed for.
+Among adapters of one rank the line keeps the order of the previous plan: when demand drifts, cuts shift a
+little, and only adapters between an old and a new cut move. The adapters with the highest demand get one more
+copy, on a neighbouring replica, so that a burst has two places to go; but not in fleets of four or fewer
+replicas, where two copies exceed the allowed storage.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from loraplex.fleet.plan import Plan
 from loraplex.fleet.routers.rendezvous import pair_weights
 
 _LEAST_DEMAND: Final = 1e-3
-"""The least that an adapter counts for, over the mean demand: those that nobody asks for are spread too."""
+"""Smallest demand that an adapter counts for, relative to the mean: adapters without demand are spread
+too."""
 _SPARE_SHARE: Final = 0.1
-"""An adapter gets a spare copy from this share of a replica's load on."""
+"""Share of a replica's load from which on an adapter gets a spare copy."""
 _STORAGE: Final = 0.25
-"""Copies that are made in all, at the most, over those of every adapter everywhere; one of each if more."""
+"""Most copies in total, relative to all adapters on all replicas; one of each if that is more."""
 _ON_ONE: Final = 0.175
-"""The most bytes on one replica, over those of all adapters: a burst brings it others for a while."""
+"""Most bytes on one replica, relative to all adapters: a burst brings it others for a while."""
 _OVER_EVEN: Final = 1.1
-"""Where there are few replicas, the most bytes on one of them over an even share."""
+"""Most bytes on one replica relative to an even share, if there are few replicas."""
 _FEW: Final = 4
-"""With fewer replicas than this, one of them may hold whatever its load leaves it."""
+"""Number of replicas below which one replica may hold any number of bytes."""
 _SPARE_PART: Final = 0.1
-"""The part of its demand that is expected there, over the smallest part of its other replicas."""
+"""Part of its demand expected at a spare copy, relative to the smallest part of its other replicas."""
 _BISECTIONS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLinePlacement:
-    """`token_rates`: tokens/s of a replica, by rank. `padded`: kernels pad to the largest rank
-    in a batch."""
+    """A placement along a line of ranks. `token_rates`: tokens/s of a replica, by rank. `padded`: kernels pad
+    to the largest rank in a batch."""
 
     token_rates: Mapping[int, float]
     padded: bool
@@ -72,7 +73,7 @@ class RankLinePlacement:
         return within_host_memory(Plan.of_weights(placed), problem)
 
     def _order(self, problem: PlacementProblem) -> IntArray:
-        """Return the adapters as they stand in the line."""
+        """Return the adapters in the order of the line."""
         num_adapters = len(problem.adapters)
         mixed = pair_weights(0, np.arange(num_adapters))
         before = np.full(num_adapters, problem.num_replicas)
@@ -86,8 +87,8 @@ class RankLinePlacement:
 
 
 class _Line:
-    """Adapters in their order. `sizes`: in bytes; `most_bytes`: of a replica's piece. `_ends`: tokens/s of
-    all up to each of them, `_byte_ends`: bytes."""
+    """Adapters in their order. `sizes`: bytes of each; `most_bytes`: limit for a replica's piece. `_ends`:
+    tokens/s of all adapters up to and including each, `_byte_ends`: their bytes."""
 
     def __init__(
         self, demand: FloatArray, points: FloatArray, sizes: FloatArray, num_replicas: int, *, padded: bool
@@ -95,7 +96,7 @@ class _Line:
         self.num_replicas = num_replicas
         self.sizes = sizes
         self._byte_ends = np.cumsum(sizes)
-        # With room for one that is on both sides of a cut.
+        # With room for one adapter that is on both sides of a cut.
         share = max(_ON_ONE, _OVER_EVEN / num_replicas) if num_replicas >= _FEW else 1.0
         self.most_bytes = share * float(self._byte_ends[-1]) + float(sizes.max())
         # Without padding an adapter takes its own share of a replica, whichever others are there.
@@ -107,7 +108,7 @@ class _Line:
     def cut(self) -> list[dict[int, float]]:
         """Return the replicas of each adapter, with the part of its demand that each takes."""
         cuts = self._cuts(self.used)
-        cuts[-1] = self._ends[-1]  # whatever was rounded
+        cuts[-1] = self._ends[-1]  # in spite of rounding
         starts = self._ends - self.amounts
         first = np.searchsorted(cuts, starts, side="right").clip(max=self.num_replicas - 1)
         last = np.searchsorted(cuts, self._ends, side="left").clip(max=self.num_replicas - 1)
@@ -128,7 +129,7 @@ class _Line:
         return found
 
     def _least_used(self) -> float:
-        """Return the smallest share of its time that replicas can be busy for, if all are for the same."""
+        """Return the smallest share of time that all replicas can be equally busy for."""
         low, high = 0.0, float(self._ends[-1] / self._sustained.min())
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -152,9 +153,9 @@ class _Line:
 
 
 def _spare_copies(line: _Line, weights: list[dict[int, float]]) -> dict[int, dict[int, float]]:
-    """Return one replica more for the adapters with most load, by their place in the line. It is expected to
-    take little, as it is there for bursts. It is the one before in the line, where there is one: ranks are
-    not smaller there, so that nobody has to wait for a larger rank than before."""
+    """Return one more replica for the adapters with the most load, by their position in the line. It is
+    expected to take little, because it is there for bursts. It is the previous one in the line, if there is
+    one: ranks are not smaller there, so no request has to wait for a larger rank than before."""
     num_replicas, num_copies = line.num_replicas, sum(map(len, weights))
     room = np.full(num_replicas, line.most_bytes)
     for size, held in zip(line.sizes.tolist(), weights, strict=True):

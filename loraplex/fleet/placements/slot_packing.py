@@ -1,13 +1,13 @@
-"""Ours, for engines with slots: adapters that are asked for most keep theirs, the others share those of few
-replicas.
+"""Our own placement for engines with slots: adapters with the highest demand keep their slots, the others
+share those of few replicas.
 
-An engine with slots (vLLM) has to load an adapter that is in none of them, and gives up the one that was used
-longest ago. Where each replica serves as many adapters as the others, each keeps loading. So as many replicas
-as possible serve no more adapters than they have slots, those that are asked for most, and load each of them
-once; the others serve the rest. How many that can be is decided by load: no replica is to have much more than
-its share. An adapter that alone has more than that is served by several.
+An engine with slots (vLLM) has to load an adapter that is in none of them, and evicts the least recently used
+one. If all replicas serve equally many adapters, each keeps loading. So as many replicas as possible serve no
+more adapters than they have slots, those with the highest demand, and load each of them once; the other
+replicas serve the rest. Their number is limited by load: no replica should have much more than its share. An
+adapter that alone has more than that is served by several.
 
-Replicas get the piece that they had most of before.
+Each replica gets the group that it had most of before.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan
 
 _LEAST_DEMAND: Final = 1e-3
-"""The least that an adapter counts for, over the mean demand."""
+"""Smallest demand that an adapter counts for, relative to the mean."""
 _MOST_OVER_FAIR: Final = 1.2
-"""The most load of a replica over an equal share."""
+"""Most load of a replica, relative to an equal share."""
 _BISECTIONS: Final = 50
 
 
 class _Piece(NamedTuple):
-    """An adapter, or a part of what it is asked for."""
+    """An adapter, or a part of its demand."""
 
     amount: float
     adapter: int
@@ -57,8 +57,8 @@ class SlotPackingPlacement:
 
 
 def expected_loads(plan: Plan, problem: PlacementProblem) -> float:
-    """Return the part of all that is asked for whose adapter has to be loaded first, if each replica keeps
-    those used last in its slots (by Che's approximation)."""
+    """Return the part of the demand whose adapter has to be loaded first, if each replica evicts the least
+    recently used adapter (by Che's approximation)."""
     assert problem.num_slots is not None
     total = float(problem.demand.sum())
     if not total:
@@ -75,7 +75,8 @@ def _missed(rates: FloatArray, num_slots: int) -> float:
     rates = rates[rates > 0]
     if len(rates) <= num_slots:
         return 0.0
-    # An adapter stays for a time that is alike for all: so long that as many are there as there are slots.
+    # All adapters stay for the same time after a use: the time for which the expected number present equals
+    # the slots.
     low, high = 0.0, 1.0 / float(rates.min()) * 64
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -84,7 +85,7 @@ def _missed(rates: FloatArray, num_slots: int) -> float:
 
 
 def _pieces(demand: FloatArray, num_replicas: int) -> list[_Piece]:
-    """Return the adapters, most asked for first; those with more than a replica's share in equal parts."""
+    """Return the adapters, highest demand first; those with more than a replica's share in equal parts."""
     most = _MOST_OVER_FAIR * float(demand.sum()) / num_replicas
     found = []
     for adapter, amount in enumerate(demand.tolist()):
@@ -94,7 +95,7 @@ def _pieces(demand: FloatArray, num_replicas: int) -> list[_Piece]:
 
 
 def _groups(pieces: Sequence[_Piece], num_replicas: int, num_slots: int) -> list[list[_Piece]]:
-    """Return the pieces of each replica: as many replicas as possible with no more than they have slots."""
+    """Return the pieces of each replica: as many replicas as possible have no more pieces than slots."""
     ends = [0.0, *accumulate(piece.amount for piece in pieces)]
     most = _MOST_OVER_FAIR * ends[-1] / num_replicas
     for num_kept in range(num_replicas, 0, -1):
@@ -108,8 +109,8 @@ def _groups(pieces: Sequence[_Piece], num_replicas: int, num_slots: int) -> list
 
 
 def _spread(pieces: Sequence[_Piece], num_groups: int, most: int) -> list[list[_Piece]]:
-    """Return so many groups of about equal amounts, with at most so many pieces each, and only one of an
-    adapter where that can be had: each piece, the largest first, goes to the group that has least."""
+    """Return `num_groups` groups of about equal amounts, with at most `most` pieces each, and where possible
+    only one piece of an adapter: each piece, the largest first, goes to the group with the least."""
     groups: list[list[_Piece]] = [[] for _ in range(num_groups)]
     held: list[set[int]] = [set() for _ in range(num_groups)]
     emptiest = [(0.0, group) for group in range(num_groups)]

@@ -1,7 +1,7 @@
-"""Roughly how many tokens a replica serves in a second, by the rank of the adapters in its batch.
+"""Estimate how many tokens/s a replica serves, by the rank of the adapters in its batch.
 
-An operating point (`LoRAServePlacement`) is found by simulating a replica under ever more load, which takes a
-while. For a placement that needs only the ranks' proportions, a batch of a common size tells as much.
+An operating point (`LoRAServePlacement`) is found by simulating a replica under increasing load, which takes
+a while. For a placement that needs only the ratios between ranks, a batch of a typical size is enough.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How busy a plan makes each replica, by the tokens/s that one sustains of each rank."""
+"""Compute how busy a plan makes each replica, from the tokens/s that a replica sustains of each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraplex.fleet.plan import Plan
 
 
 def operating_point_of_each(adapters: AdapterTable, operating_points: Mapping[int, float]) -> FloatArray:
-    """Return the operating point of each adapter's rank. Raises UserError if one is missing or wrong."""
+    """Return the operating point of each adapter's rank. Raises UserError if one is missing or invalid."""
     points = np.empty(len(adapters))
     for rank in np.unique(adapters.ranks).tolist():
         of_rank = adapters.ranks == rank
@@ -36,11 +36,11 @@ def operating_point_of_each(adapters: AdapterTable, operating_points: Mapping[in
 def utilisation_by_replica(
     plan: Plan, problem: PlacementProblem, operating_points: Mapping[int, float] | None, *, padded: bool
 ) -> FloatArray:
-    """Return the expected demand on each replica over what it sustains.
+    """Return the expected demand on each replica, relative to what it sustains.
 
-    `padded`: kernels pad to the largest rank in a batch, so that a replica sustains no more than the
-    operating point of the largest rank that is asked for there. Without operating points all tokens count
-    alike, and the result is in tokens/s."""
+    `padded`: kernels pad to the largest rank in a batch, so a replica sustains no more than the operating
+    point of the largest rank with demand there. Without operating points all tokens count the same, and the
+    result is in tokens/s."""
     copies = plan.copies()
     num_replicas = problem.num_replicas
     tokens_per_s = problem.demand[copies.adapters] * copies.shares

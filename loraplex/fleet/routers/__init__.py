@@ -1,1 +1,1 @@
-"""Who serves which request: one policy a file."""
+"""Policies that decide which replica serves a request: one per file."""

@@ -1,9 +1,9 @@
 """The costs of one more request: how much longer it makes the steps of each replica.
 
-A prompt joins a step that is taken anyway: what a step with any prompt takes, however short, is not a cost of
-the prompt. In the papers' linear forms it is the constant term, which falls out of the difference; in a model
-of whole steps a replica without prompts would be charged for it, and prompts would gather where one waits
-already.
+A prompt joins a step that runs anyway: the time of a step with any prompt, however short, is not a cost of
+the prompt. In the papers' linear models it is the constant term, which cancels in the difference; with a
+model of whole steps, a replica without prompts would be charged for it, and prompts would gather where one
+waits already.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
 from loraplex.perf.set_costs import RequestSets, SetCosts
 
-# An array without dimensions: numpy takes half as long with it as with a Python number.
+# A zero-dimensional array: numpy is twice as fast with it as with a Python number.
 _ZERO: Final = np.zeros(())
 
 
 class Added(NamedTuple):
     """The costs of one more request, with one value per candidate.
 
-    `num_requests`: the requests that the candidate has already. `decode_s`: the seconds of a decode step with
-    the new one, `decode_more_s`: how much longer that is than without it. `queue_s`: the seconds to read the
-    prompts that wait, `prefill_s`: how much longer that takes with the new one, beyond what a step with any
-    prompt takes.
+    `num_requests`: the candidate's requests so far. `decode_s`: seconds of a decode step with the new one,
+    `decode_more_s`: how much longer that is than without it. `queue_s`: seconds to prefill the waiting
+    prompts, `prefill_s`: how much longer that takes with the new one, beyond the time of a step with any
+    prompt.
     """
 
     num_requests: npt.NDArray[Any]
@@ -39,16 +39,17 @@ class Added(NamedTuple):
 
 
 class AddedCosts:
-    """Asks the cost model of a view, and remembers what the shortest prompt of each rank takes."""
+    """Queries the cost model of a view, and caches the prefill time of the shortest prompt of each rank."""
 
     def __init__(self) -> None:
         self._least_s: dict[int, FloatArray] = {}
         self._least_of: SetCosts | None = None
 
     def of(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> Added:
-        """Return PrePerf and DecPerf of every candidate with a request and without it."""
+        """Return the costs of every candidate with a request and without it (PrePerf and DecPerf in the
+        papers)."""
         costs = view.costs
-        # Sets without the request in the first row, with it in the second: one question for both.
+        # Sets without the request in the first row, with it in the second: one call computes both.
         everything, waiting = view.load.with_one_more(request, candidates)
         before_s, decode_s = costs.decode_s(everything)
         queue_s, longer_s = costs.prefill_s(waiting)
@@ -62,7 +63,7 @@ class AddedCosts:
         )
 
     def _least_prefill_s(self, rank: int, costs: SetCosts) -> FloatArray:
-        """Return the seconds of a step that reads a prompt of one token, as an array without dimensions."""
+        """Return the seconds of a step that prefills a prompt of one token, as a zero-dimensional array."""
         if costs is not self._least_of:
             self._least_of = costs
             self._least_s.clear()

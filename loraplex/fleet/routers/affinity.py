@@ -1,8 +1,9 @@
-"""The LoRA affinity of llm-d's router (gateway-api-inference-extension), beside its scores of queue and KV.
+"""The LoRA affinity of llm-d's router (gateway-api-inference-extension), with its scores for queue and KV
+memory.
 
-Scores lie in [0, 1] and are added: 1.0 for a replica where the adapter is in use, 0.8 where there is room for
+Scores are in [0, 1] and are added: 1.0 for a replica where the adapter is in use, 0.8 where there is room for
 one more, 0.6 where requests wait for it, 0.0 where all places for adapters are taken; then how short the
-queue is among the candidates, and how much KV memory is free. It sees adapters in flight only.
+queue is among the candidates, and how much KV memory is free. It only knows adapters in flight.
 """
 
 from __future__ import annotations

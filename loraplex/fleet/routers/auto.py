@@ -1,21 +1,21 @@
-"""Ours: the replica where a request costs the fleet the least time per token, or one near it that has the
-adapter.
+"""Our own router: it picks the replica where a request costs the fleet the least time per token, or a
+similarly cheap one that has the adapter.
 
-The cost of a replica is what its requests lose by a new one, as in `rank_aware`, and what the new one takes
-there itself: a decode step with it, and over its whole answer the prompts before it, a place in the batch and
-its adapter. A replica that would break the SLO is chosen only if all would, and one that would have to queue
-the request, as its KV memory is taken, only if all have to.
+The cost of a replica is what its requests lose by a new one, as in `rank_aware`, plus what the new one takes
+there itself: a decode step with it and, spread over its answer, the prompts before it, the wait for a place
+in the batch, and the load of its adapter. A replica that would break the SLO is chosen only if all would, and
+one that would have to queue the request, because its KV memory is full, only if all would.
 
-Of those that cost little more than the cheapest, one that has the adapter on its device is taken, then one
-that has it in host memory, then one that the plan names for it; but none whose steps are near the SLO. Where
-engines have slots, those that the plan names come first: each slot is meant for somebody. So a plan says
-where adapters live, and a request leaves home only if that pays: adapters are rarely loaded, and a burst
-still has all replicas to go to.
+Of those that cost little more than the cheapest, one that has the adapter on its device is preferred, then
+one that has it in host memory, then one that the plan names for it; but none whose steps are near the SLO. If
+engines have slots, those that the plan names come first, because each slot is planned for an adapter. So a
+plan says where adapters are placed, and a request goes elsewhere only if that pays off: adapters are rarely
+loaded, and a burst can still use all replicas.
 
-Prompts are spread in time, as each holds up all who decode beside it: a replica that has the adapter may cost
-the less the more prompts wait there, unless engines have slots, where leaving it may push out another. Of
-the replicas that are about as good as the cheapest, one with the fewest prompts waiting is taken, then the
-one picked longest ago.
+Prompts are spread in time, because each delays all requests that decode beside it: the more prompts wait at a
+replica that has the adapter, the less it may cost; except if engines have slots, where going elsewhere may
+evict another adapter. Of the replicas that are about as cheap as the cheapest, one with the fewest waiting
+prompts is chosen, then the one picked longest ago.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
 TOLERANCE: Final = 0.35
-"""How much more than the cheapest replica one that has the adapter may cost."""
+"""Largest extra cost of a replica that has the adapter, relative to the cheapest replica."""
 HEADROOM: Final = 0.95
-"""The share of the SLO that its decode step may take."""
+"""Share of the SLO that a decode step may take on a replica that is preferred for its adapter."""
 SIMILAR: Final = 0.1
-"""How much more than the cheapest replica one may cost that counts as equally cheap."""
+"""Largest extra cost at which a replica counts as equally cheap, relative to the cheapest one."""
 CROWDED: Final = 0.2
-"""How much dearer a replica that has the adapter counts for each prompt that waits there, beyond the fewest
-that wait at a replica as cheap as the cheapest."""
+"""Relative cost added to a replica that has the adapter for each prompt that waits there, beyond the fewest
+waiting at a replica as cheap as the cheapest."""
 
 
 class AutoRouter:
@@ -63,7 +63,7 @@ class AutoRouter:
         fewest = waiting_there[waiting_there.argmin()]
         crowded = CROWDED if view.load.num_slots is None else 0.0
         for homes in _homes(request, view):
-            # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
+            # Homes are few, so they are checked one by one instead of all replicas for each kind of home.
             near = sorted(
                 home
                 for home in homes
@@ -77,11 +77,12 @@ class AutoRouter:
     def _costs(
         self, request: RoutedRequest, view: FleetView, candidates: IntArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Seconds per token that the fleet loses by each replica, infinite for those that are no candidates,
-        or would break the SLO while others would not; and those of a decode step there with the request."""
+        """Return the seconds per token that the fleet loses by each replica, infinite for those that are no
+        candidates or would break the SLO while others would not; and the seconds of a decode step there with
+        the request."""
         load, mean_tokens = view.load, view.load.answers.mean_tokens
         own_tokens = load.output_left(request)
-        # Asked of all replicas, as taking the candidates out of the columns would take longer.
+        # Computed for all replicas: selecting the candidates from the columns would take longer.
         added = self._added.of(request, view, load.replicas)
         num_requests, decode_s = added.num_requests, added.decode_s
         if (num_requests >= load.max_running).any():
@@ -100,7 +101,7 @@ class AutoRouter:
 
 
 def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]:
-    """Yield the replicas that have the adapter or are to have it, the nearest to its use first."""
+    """Yield the replicas that have the adapter or should have it, by preference."""
     adapter = request.adapter
     if adapter is None:
         return

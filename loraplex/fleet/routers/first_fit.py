@@ -1,6 +1,6 @@
-"""Punica's way: the first replica that has room, in an order that never changes.
+"""Punica's policy: the first replica that has room, in a fixed order.
 
-Replicas at the front fill up, those at the end stay empty and could be switched off.
+Replicas at the front fill up; those at the end stay empty and could be switched off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
 MAX_BATCH: Final = 32
-"""Requests that Punica gives a GPU at most."""
+"""Most requests that Punica gives a GPU."""
 
 
 class FirstFitRouter:
@@ -23,7 +23,8 @@ class FirstFitRouter:
         self._turns = Turns()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        """Where no replica has room, the one with the fewest requests queues it."""
+        """Return the first replica with room. If none has room, the one with the fewest requests queues
+        it."""
         candidates, load = view.candidates(request), view.load
         num_requests = load.everything.num_requests[candidates]
         max_requests = np.minimum(self._max_batch, load.max_running[candidates])

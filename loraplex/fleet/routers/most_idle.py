@@ -1,4 +1,4 @@
-"""The replica with the fewest requests, waiting ones included."""
+"""A router that picks the replica with the fewest requests, including waiting ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers by the names that commands know them by."""
+"""Routers by the names that commands use."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ROUTERS: Final[Mapping[str, Callable[[int], Router]]] = {
     "rendezvous": lambda seed: RendezvousRouter(),
     "auto": lambda seed: AutoRouter(),
 }
-"""Each makes a router from a seed, which those without chance pass over."""
+"""Factories that make a router from a seed, which deterministic routers ignore."""
 
 
 def router_named(name: str, seed: int = 0) -> Router:
-    """Raises UserError for a name that no router has."""
+    """Return a new router. Raises UserError for an unknown name."""
     if name not in ROUTERS:
         raise UserError(unknown_name("routing", name, ROUTERS))
     return ROUTERS[name](seed)

@@ -1,6 +1,6 @@
-"""dLoRA's way: the replica where a request's first step begins soonest.
+"""dLoRA's policy: the replica where a request's first step begins soonest.
 
-It waits for the prompts in front of it, for a place in the batch if all are taken, and for its adapter if the
+It waits for the prompts before it, for a place in the batch if all are taken, and for its adapter if the
 replica does not have it.
 """
 
@@ -22,7 +22,7 @@ class PendingTimeRouter:
         exists, queue = load.everything.at(candidates), load.waiting.at(candidates)
         max_running = load.max_running[candidates]
         # A place is free when as many answers have ended as there are requests too many. Answers that run
-        # together end evenly over the time that one of them takes.
+        # together end evenly over the duration of one of them.
         too_many = np.maximum(exists.num_requests + 1 - max_running, 0)
         answer_s = load.answers.mean_tokens * costs.decode_s(exists.at_most(max_running))
         waits_s = costs.prefill_s(queue) + answer_s * too_many / max_running

@@ -1,4 +1,4 @@
-"""Any replica, each as likely as the others."""
+"""A router that picks any replica with equal probability."""
 
 from __future__ import annotations
 

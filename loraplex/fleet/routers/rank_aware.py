@@ -1,13 +1,13 @@
-"""CaraServe's and Toppings' way (Algorithm 1): the replica whose requests a new one slows down least.
+"""The policy of CaraServe and Toppings (Algorithm 1): the replica whose requests a new one slows down least.
 
-A request makes every request of its replica slower: those that wait by its prompt, all by what a decode step
-takes longer with its rank in it. A replica where a decode step would then take longer than the SLO is chosen
-only if all others would break the SLO too. Only replicas with KV memory for the request are looked at.
+A request slows down every request of its replica: waiting ones by its prompt, and all by the longer decode
+step with its rank in it. A replica where a decode step would then take longer than the SLO is chosen only if
+all others would break the SLO too. Only replicas with KV memory for the request are considered.
 
-Points that the papers leave open: where no replica has memory for it, all are looked at, and the chosen one
-queues it; a replica without requests costs nothing, though zero times an infinite penalty is not a number;
-where all break the SLO, the cheapest of them is taken; equal costs go to fewer requests, then in turn; a
-decode step counts all requests of a replica, even if it cannot run all of them at once.
+Choices that the papers leave open: if no replica has memory for it, all are considered, and the chosen one
+queues it; a replica without requests costs nothing, although zero times an infinite penalty is undefined; if
+all break the SLO, the cheapest of them is chosen; ties go to fewer requests, then in turn; a decode step
+counts all requests of a replica, even if it cannot run all of them at once.
 """
 
 from __future__ import annotations

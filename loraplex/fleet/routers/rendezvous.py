@@ -1,8 +1,8 @@
-"""Rendezvous hashing with bounded loads, as Dynamo has it: an adapter always prefers the same replicas.
+"""Rendezvous hashing with bounded loads, as in Dynamo: an adapter always prefers the same replicas.
 
-Every (adapter, replica) pair has a pseudo-random weight. An adapter goes to its heaviest replica, unless that
-one has clearly more requests than the mean: then to the next. A replica that joins or leaves moves only its
-own share of the adapters.
+Every (adapter, replica) pair has a pseudo-random weight. An adapter goes to the replica with the highest
+weight, unless that has clearly more requests than the mean: then to the next. A replica that joins or leaves
+moves only its own share of the adapters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
 BOUND: Final = 1.25
-"""Requests that a replica may have, over the mean of all: hashing with bounded loads keeps each below it."""
+"""Most requests of a replica, relative to the mean of all: hashing with bounded loads keeps each below it."""
 
 
 class RendezvousRouter:
@@ -38,7 +38,7 @@ class RendezvousRouter:
 
 
 def pair_weights(adapter: int, replicas: IntArray) -> FloatArray:
-    """Return weights in [0, 1) that depend on nothing but the two numbers (splitmix64)."""
+    """Return weights in [0, 1) that depend only on the two numbers (splitmix64)."""
     seed = (adapter * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     mixed = replicas.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

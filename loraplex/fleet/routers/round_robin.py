@@ -1,4 +1,4 @@
-"""Replicas take turns; those that may not serve a request are passed over."""
+"""A router that lets replicas take turns, skipping those that may not serve a request."""
 
 from __future__ import annotations
 

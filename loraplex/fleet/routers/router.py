@@ -1,4 +1,4 @@
-"""A router: which replicas may serve a request, what each of them would cost, and which one is picked."""
+"""The interface of routers, and their tie-breaking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loraplex.fleet.view import FleetView
 
 
 class Router(Protocol):
-    """Decides where a request goes. It looks at the view and changes nothing but its own memory."""
+    """Decides where a request goes. It reads the view and changes only its own state."""
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
         """Return the number of a replica that accepts requests."""
@@ -21,7 +21,7 @@ class Router(Protocol):
 
 
 class Turns:
-    """Breaks ties: of replicas that are equally good, the one that was picked longest ago.
+    """Breaks ties: picks the least recently picked of equally good replicas.
 
     Requests may have different candidates; still every replica has its turn, at the latest when all the
     others have been picked once since.
@@ -54,6 +54,7 @@ class Turns:
 
 
 def _lowest(cost: npt.NDArray[Any]) -> IntArray:
-    """Return the places of the lowest cost, by methods that take half the time of `min` and `flatnonzero`."""
+    """Return the positions of the lowest cost, by methods that take half the time of `min` and
+    `flatnonzero`."""
     places: IntArray = (cost == cost[cost.argmin()]).nonzero()[0]
     return places

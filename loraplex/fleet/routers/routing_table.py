@@ -1,13 +1,13 @@
-"""LoRAServe's way: each adapter's requests are divided over its replicas by the shares of the placement.
+"""LoRAServe's policy: each adapter's requests are divided over its replicas by the shares of the placement.
 
 `random`: each request is sent with these probabilities. `stride`: after any number of requests, each replica
-has had its share of them to within less than one request. Stride scheduling alone cannot promise that: a
+has had its share of them to within less than one request. Stride scheduling alone does not guarantee that: a
 replica with a large share would get a run of requests before those with small shares get their first. So a
 replica that is ahead of its share waits, as in the quota method of Balinski and Young.
 
-While a replica is down, the others of the adapter take over its share, in proportion to their own. Counts
-begin anew when other replicas, or other shares, divide the requests: one that comes back is not sent all that
-it has missed.
+While a replica is down, the adapter's other replicas take over its share, in proportion to their own. Counts
+start over when the replicas or shares of an adapter change: a replica that comes back is not sent everything
+that it has missed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
 _ROUNDING: Final = 1e-9
-"""Requests. A replica that has exactly its share is not behind, however the share was rounded."""
+"""Tolerance in requests: a replica that has exactly its share is not behind, however the share was
+rounded."""
 
 
 class Division(StrEnum):
-    """The ways to keep to shares."""
+    """The ways to divide requests by shares."""
 
     RANDOM = "random"
     STRIDE = "stride"
 
 
 class _Counts(NamedTuple):
-    """How many requests of an adapter each of its replicas was sent, since these are the ones that it has,
-    with these shares."""
+    """The number of an adapter's requests sent to each of its replicas since the replicas and shares last
+    changed."""
 
     replicas: tuple[int, ...]
     shares: tuple[float, ...]
@@ -51,8 +52,8 @@ class RoutingTableRouter:
         self._counts: dict[int, _Counts] = {}  # by adapter
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        """Without a plan, for the base model, and where all of an adapter's replicas are down, the others
-        share evenly."""
+        """Return a replica by the adapter's shares. Without a plan, for the base model, and if all of an
+        adapter's replicas are down, all accepting replicas share evenly."""
         candidates, plan, adapter = view.candidates(request), view.plan, request.adapter
         if plan is None or adapter is None:
             return self._among_equals(candidates)
@@ -71,7 +72,7 @@ class RoutingTableRouter:
         return self._turns.pick(candidates)
 
     def _place(self, adapter: int, replicas: tuple[int, ...], shares: tuple[float, ...]) -> int:
-        """Return the place of the replica that is next. `shares`: in proportion."""
+        """Return the position of the replica that is next. `shares`: need not sum to one."""
         if len(shares) == 1:
             return 0
         if self._division is Division.RANDOM:

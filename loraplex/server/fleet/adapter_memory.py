@@ -1,4 +1,4 @@
-"""Whether the adapters that a replica is placed with fit its memory: they are served if not, but slowly."""
+"""Report replicas whose placed adapters exceed their memory: these are served, but slowly."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterMemory:
-    """What replicas last reported of their memory for adapters. Servers elsewhere do not tell how large
-    adapters are: of them nothing is said."""
+    """The memory for adapters that replicas last reported. Servers elsewhere do not report the size of
+    adapters, so nothing is said about them."""
 
     def __init__(self) -> None:
         self._reported: dict[int, EngineStats] = {}  # of those whose memory does not hold all adapters
         self._logged: set[int] = set()
 
     def saw(self, number: int, stats: EngineStats) -> None:
-        """Take over what a replica reports."""
+        """Record what a replica reports."""
         if 0 < _memory_bytes(stats) < sum(adapter.num_bytes for adapter in stats.adapters):
             self._reported[number] = stats
         else:
             self._reported.pop(number, None)
 
     def shortages(self, placed: Sequence[Collection[str]], *, is_everywhere: bool) -> Mapping[int, str]:
-        """Return in words by how much the versions that each replica is placed with exceed its memory, and
-        what to do; of those alone where they do. `is_everywhere`: each is placed with all versions."""
+        """Return in words, for each replica whose placed versions exceed its memory, by how much they do and
+        what to do. `is_everywhere`: each replica is placed with all versions."""
         found = {}
         for number, stats in self._reported.items():
             sizes = {adapter.version: adapter.num_bytes for adapter in stats.adapters}
@@ -39,7 +39,7 @@ class AdapterMemory:
         return found
 
     def log(self, routing: LiveRouting) -> None:
-        """Log which replicas fall short that did not when this was last called."""
+        """Log replicas that are short of memory and were not when this was last called."""
         if not self._reported:
             self._logged.clear()
             return
@@ -51,13 +51,13 @@ class AdapterMemory:
         self._logged = set(short)
 
     def forget(self, number: int) -> None:
-        """Know nothing of a replica that has left."""
+        """Forget a replica that has left."""
         self._reported.pop(number, None)
 
 
 def _memory_bytes(stats: EngineStats) -> int:
-    """Return what adapters have at the most, 0 if that is not known. What is on a device has a copy in the
-    host's memory as well, if there is room."""
+    """Return the largest memory that adapters may take, 0 if it is unknown. An adapter on the device also has
+    a copy in host memory, if there is room."""
     return max(stats.host_adapter_budget_bytes, stats.device_arena_bytes)
 
 

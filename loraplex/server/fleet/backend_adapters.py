@@ -1,11 +1,11 @@
-"""The adapters of one server elsewhere: loaded under names that hold their content's version.
+"""The adapters of one server elsewhere, loaded under names that contain their version.
 
-A name stands for one content for ever, so that an answer is the promised version's whatever happens to the
-names that clients use. Loads and unloads of one version follow each other; those who ask for what is under
-way already wait for it together.
+Such a name always stands for the same content, so an answer comes from the promised version whatever happens
+to the names that clients use. Loads and unloads of one version are serialized; callers that ask for a change
+already in progress wait for it together.
 
-Another front may use the server as well. A version that the registry of both has is never unloaded: the other
-front serves it, or is about to, and this one will hear of it.
+Another front may use the server too. A version that is in the shared registry is never unloaded: the other
+front serves it, or will soon, and this one will follow.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _BUSY_PAUSES_S: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _GATEWAY_ERRORS: Final = (502, 503, 504)
 
 SeenPath = Callable[[AdapterSpec], str]
-"""Where the server finds the files of a version."""
+"""Returns the path at which the server finds the files of a version."""
 IsRegistered = Callable[[str], bool]
-"""Whether a name stands for a version in the registry, or has it on trial; called on a thread."""
+"""Returns whether a name in the registry stands for a version, or has it on trial; called on a thread."""
 
 
 def adapter_name(version: str) -> str:
-    """Return the name that a version has on the server."""
+    """Return the name of a version on the server."""
     return _PREFIX + version
 
 
 @dataclass(kw_only=True)
 class _Change:
-    """The change of a version that was begun last."""
+    """The change of a version that was started last."""
 
     is_load: bool
     task: asyncio.Task[None]
 
 
 class BackendAdapters:
-    """Which versions the server should have, and which it has. For use in one event loop."""
+    """The versions that the server should have, and those it has. For use in one event loop."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class BackendAdapters:
         is_registered: IsRegistered | None = None,
         in_use: Callable[[str], bool] | None = None,
     ) -> None:
-        """`in_use`: whether requests of this front that are in flight have a version."""
+        """`in_use`: returns whether requests in flight from this front use a version."""
         self._http = http
         self._timeout_s = timeout_s
         self._num_at_once = num_at_once
@@ -81,25 +81,25 @@ class BackendAdapters:
         self._is_registered = is_registered or (lambda version: False)
         self._in_use = in_use or (lambda version: False)
         self.kind = BackendKind.VLLM
-        # By version and folder, as any of them may be gone later.
+        # By version and folder: any of the folders may disappear later.
         self._wanted: dict[str, dict[Path, AdapterSpec]] = {}
         self._loaded: set[str] = set()
         self._loaded_here: set[str] = set()  # by this front, at any time
-        self._unwanted: set[str] = set()  # not unloaded yet: the server was away, or did not do it
-        self._kept: set[str] = set()  # those of them that the server does not unload, which was logged
+        self._unwanted: set[str] = set()  # not unloaded yet: the server was away, or failed to
+        self._kept: set[str] = set()  # those of them that the server fails to unload; already logged
         self.refused: dict[str, str] = {}
-        """The noted versions that the server did not take when it was last asked, and why."""
+        """The wanted versions that the server refused when it was last asked, with the reasons."""
         self._changes: dict[str, _Change] = {}
-        self._end_reason: EngineDeadError = RequestMovedError("")  # why changes under way were ended
+        self._end_reason: EngineDeadError = RequestMovedError("")  # why changes in progress were cancelled
 
     def note(self, spec: AdapterSpec) -> None:
-        """Have the server know a version when it is there again."""
+        """Record that the server should have a version, also after it comes back."""
         self._wanted.setdefault(spec.version, {})[spec.path] = spec
         self._unwanted.discard(spec.version)
         self._kept.discard(spec.version)
 
     def forget(self, version: str) -> bool:
-        """Have the server without a version when it is there again; returns whether it may have it now."""
+        """Record that the server should not have a version any more; return whether it may have it now."""
         was_wanted = self._wanted.pop(version, None) is not None
         if self.refused.pop(version, None) is not None:
             return False
@@ -108,12 +108,13 @@ class BackendAdapters:
         return True
 
     def doubt(self, version: str) -> None:
-        """The server turned out not to have a version: load it again before it is used."""
+        """Record that the server turned out not to have a version: load it again before use."""
         self._loaded.discard(version)
 
     def give_up(self, reason: str) -> None:
-        """The server is away: end what is under way with EngineDeadError, and doubt all that it has."""
-        # A request that waits for its adapter was not sent there yet: the server did not go away by it.
+        """Handle that the server is away: end changes in progress with EngineDeadError, and trust nothing it
+        had."""
+        # A request that waits for its adapter has not been sent yet, so it did not cause this.
         self._end_reason = RequestMovedError(reason)
         self._loaded.clear()
         self.refused.clear()  # it may come back with other options
@@ -122,10 +123,11 @@ class BackendAdapters:
         self._changes.clear()
 
     async def load(self, version: str) -> None:
-        """Wait until the server has a noted version. One that it refuses stays noted: it may take it later.
+        """Wait until the server has a wanted version. One that it refuses stays wanted: it may accept it
+        later.
 
-        Raises UnknownModelError for one that was not noted, AdapterError or BackendError if the server
-        refuses it, EngineDeadError if it does not answer.
+        Raises UnknownModelError if it is not wanted, AdapterError or BackendError if the server refuses it,
+        EngineDeadError if the server does not answer.
         """
         if version not in self._wanted:
             raise UnknownModelError(f"the adapter version {version[:12]} was not added to {self._http.url}")
@@ -134,15 +136,16 @@ class BackendAdapters:
         await self._change(version, is_load=True)
 
     async def unload(self, version: str) -> None:
-        """Wait until the server has forgotten a version that is not noted any more."""
+        """Wait until the server has unloaded a version that is no longer wanted."""
         await self._change(version, is_load=False)
 
     async def restore(self, served: Iterable[str]) -> None:
-        """Make the server have what it should, `served` being the names of what it has.
+        """Make the server have what it should; `served` has the names of what it has.
 
-        What it refused before is left to `retry`; what it refuses now is in `refused`, and logged, as is what
-        it does not unload. What requests in flight have is not unloaded: who removes it waits for them, and
-        does that. Raises EngineDeadError if the server goes away meanwhile.
+        Versions refused before are left to `retry`; newly refused ones are added to `refused` and logged, as
+        are those it fails to unload. Versions used by requests in flight are not unloaded: their removal
+        waits for these requests, and unloads them then. Raises EngineDeadError if the server goes away
+        meanwhile.
         """
         names = set(served)
         self._loaded = {version for version in self._wanted if adapter_name(version) in names}
@@ -160,7 +163,7 @@ class BackendAdapters:
                 await self._unload_if_it_does(version)
 
     async def _unload_if_it_does(self, version: str) -> None:
-        """Unload a version; one that the server does not unload is in nobody's way, and tried again later."""
+        """Unload a version; if the server fails to, the version does no harm and is retried later."""
         try:
             await self.unload(version)
         except EngineDeadError:
@@ -171,15 +174,15 @@ class BackendAdapters:
                 logger.warning("%s; version %s stays there for now", error, version[:12])
 
     async def retry(self) -> None:
-        """Ask the server once more for what it refused. Raises EngineDeadError if it goes away meanwhile."""
+        """Ask the server again for versions it refused. Raises EngineDeadError if it goes away meanwhile."""
         before = len(self.refused)
         await self._load_all(list(self.refused))
         if (taken := before - len(self.refused)) > 0:
             logger.info("the server at %s takes %d adapters now that it refused", self._http.url, taken)
 
     async def _load_all(self, versions: Sequence[str]) -> None:
-        """Load versions, a few at a time; those that are refused are noted as that. When the server goes
-        away, no more are begun. Raises EngineDeadError then."""
+        """Load versions, a few at a time; refused ones are recorded in `refused`. When the server goes away,
+        no more loads are started, and EngineDeadError is raised."""
         gate = asyncio.Semaphore(self._num_at_once)
         end: EngineDeadError | None = None
 
@@ -193,7 +196,7 @@ class BackendAdapters:
                 except EngineDeadError as error:
                     end = error
                 except LoraplexError:
-                    pass  # `refused` has it, unless it was removed meanwhile
+                    pass  # it is in `refused`, unless it was removed meanwhile
 
         for problem in await asyncio.gather(*map(bring, versions), return_exceptions=True):
             if isinstance(problem, BaseException):
@@ -202,14 +205,14 @@ class BackendAdapters:
             raise end
 
     async def close(self) -> None:
-        """End what is under way with EngineClosedError."""
+        """End changes in progress with EngineClosedError."""
         tasks = [change.task for change in self._changes.values()]
         self.give_up("")
         self._end_reason = EngineClosedError(SHUTTING_DOWN)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _change(self, version: str, *, is_load: bool) -> None:
-        """Begin a change, behind one of the other kind, or join the one that is under way."""
+        """Start a change, after one of the other kind in progress, or join one of the same kind."""
         last = self._changes.get(version)
         if last is None or last.is_load is not is_load:
             begun = self._run_change(version, is_load, None if last is None else last.task)
@@ -218,13 +221,13 @@ class BackendAdapters:
         try:
             await asyncio.shield(last.task)
         except asyncio.CancelledError:
-            if last.task.cancelled():  # that, and not whoever waits here
+            if last.task.cancelled():  # the change was cancelled, not this waiter
                 raise type(self._end_reason)(str(self._end_reason)) from None
             raise
 
     def _end_change(self, version: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # those who asked have seen it, if they are still there
+            task.exception()  # mark it as retrieved: the waiters have seen it
         if (last := self._changes.get(version)) is not None and last.task is task:
             del self._changes[version]
 
@@ -254,7 +257,7 @@ class BackendAdapters:
         self._loaded.add(version)
 
     async def _load_from_any(self, version: str) -> None:
-        """Load a version from the first of its folders that does."""
+        """Load a version from the first of its folders that works."""
         problem: LoraplexError | None = None
         for spec in list(self._wanted.get(version, {}).values()):
             try:
@@ -268,12 +271,12 @@ class BackendAdapters:
         await self._check_files(spec)
         body: dict[str, object] = {"lora_name": adapter_name(spec.version), "lora_path": path}
         if self.kind is BackendKind.LORAPLEX:
-            body["load_inplace"] = True  # it compares what it has
+            body["load_inplace"] = True  # the server compares it with what it has
         answer = await self._post("load", body)
         if _says_loaded(answer) and spec.version not in self._loaded_here:
-            # By an earlier front, and perhaps from a folder that is gone. Not with load_inplace: vLLM reads
-            # an adapter that was loaded so from its files in every step that uses it. And only once: two
-            # fronts would else take it from each other again and again.
+            # Loaded by an earlier front, perhaps from a folder that is gone. load_inplace is not used: vLLM
+            # reads an adapter loaded that way from its files in every step that uses it. And this is done
+            # only once: otherwise two fronts would keep taking it from each other.
             await self._unload(spec.version)
             answer = await self._post("load", body)
         if answer.status != 200 and not _says_loaded(answer):
@@ -295,7 +298,7 @@ class BackendAdapters:
             )
 
     async def _post(self, verb: str, body: object) -> Answer:
-        """Ask for a change, again while the server is busy with another one of the same name."""
+        """Request a change, and repeat it while the server is busy with another change of the same name."""
         path = f"/v1/{verb}_lora_adapter"
         for pause_s in (*_BUSY_PAUSES_S, None):
             answer = await self._http.call("POST", path, body, timeout_s=self._timeout_s, admin=True)
@@ -308,9 +311,9 @@ class BackendAdapters:
         return answer
 
     async def _check_files(self, spec: AdapterSpec) -> None:
-        """AdapterError if the files are no longer those whose hash is the version."""
+        """Raise AdapterError if the files no longer have the content whose hash is the version."""
         if not spec.fingerprint or self._seen_path is not None:
-            return  # the server's files are others than those here
+            return  # the server's files are not those here
         if not await asyncio.to_thread(files_unchanged, spec):
             raise AdapterError(
                 f"the files in {spec.path} have changed since they were read; load the adapter again"

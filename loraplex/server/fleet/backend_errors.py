@@ -1,4 +1,4 @@
-"""What a server says is wrong, as our own errors."""
+"""Convert a server's errors to our own."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from loraplex.server.errors import SERVER_ERROR, QueueFullError
 from loraplex.server.fleet.backend_http import Answer
 
 ENGINE_DOWN: Final = "engine_down"
-"""What loraplex answers with if its engine died, perhaps of the request."""
+"""The code of loraplex's errors if its engine died, perhaps because of the request."""
 _TOO_LONG: Final = ("maximum context length", "maximum model length")
-"""How vLLM, which has no code for it, says that prompt and answer do not fit the context."""
+"""Phrases of vLLM, which has no code for it, when prompt and answer exceed the context."""
 
 
 class BackendBusyError(QueueFullError, CapacityError):
-    """The server takes no more requests for now (its 429)."""
+    """The server accepts no more requests for now (its 429)."""
 
 
 class UnavailableError(EngineDeadError):
-    """The server, or a gateway before it, takes no requests for now: it starts, or shuts down."""
+    """The server, or a gateway before it, accepts no requests for now: it is starting or shutting down."""
 
 
 class ModelUnknownError(EngineDeadError):
-    """The server does not know the model: an adapter that it had was unloaded there."""
+    """The server does not know the model: an adapter it had was unloaded there."""
 
 
 class NotAcceptedError(RequestMovedError):
-    """The server went away before it had begun to answer the request, which says nothing about that."""
+    """The server went away before it began to answer the request, so the request is not the cause."""
 
 
 class AdapterMissingError(NotTakenError):
-    """The server is well, but does not take an adapter again that it had."""
+    """The server is healthy, but refuses to load an adapter again that it had."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """The error of a body or a stream event, as both vLLM and loraplex write it."""
+    """The error in a body or a stream event, in the format of both vLLM and loraplex."""
 
     message: str = ""
     type: str | None = None
@@ -60,7 +60,7 @@ class _ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_detail(answer: Answer) -> ErrorDetail:
-    """Return the error of a body; its first characters if it is of no known shape."""
+    """Return the error in a body, or its first characters if the format is unknown."""
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorBody).error
     except msgspec.DecodeError:
@@ -70,14 +70,14 @@ def error_detail(answer: Answer) -> ErrorDetail:
 
 
 def request_error(answer: Answer, url: str) -> LoraplexError:
-    """The error of a generation request that was answered with another status than 200."""
+    """Return the error for a generation request answered with a status other than 200."""
     detail, status = error_detail(answer), answer.status
     if status in (502, 503, 504) and detail.code != ENGINE_DOWN:
         return UnavailableError(f"the server at {url} is not ready (HTTP {status}: {detail.message})")
     if status >= 500:
         return EngineDeadError(f"the server at {url} failed (HTTP {status}: {detail.message})")
     if status in (401, 403):
-        # Nothing the client of the fleet could do about it, and another replica may take the request.
+        # The fleet's client cannot do anything about it, and another replica may accept the request.
         return EngineDeadError(
             f"the server at {url} refuses the fleet's API key (HTTP {status}: {detail.message})"
         )
@@ -91,9 +91,9 @@ def request_error(answer: Answer, url: str) -> LoraplexError:
 
 
 def stream_error(detail: ErrorDetail, url: str) -> LoraplexError:
-    """The error that ends a stream whose status was 200 already.
+    """Return the error that ends a stream whose status was 200.
 
-    Of a failure of this request alone it is a plain LoraplexError or an AdapterError.
+    A failure of this request alone becomes a plain LoraplexError or an AdapterError.
     """
     match detail:
         case ErrorDetail(code="shutting_down"):
@@ -109,7 +109,7 @@ def stream_error(detail: ErrorDetail, url: str) -> LoraplexError:
 
 
 def _refusal(detail: ErrorDetail) -> LoraplexError:
-    """Something is wrong with the request itself."""
+    """Return the error for a request that is itself wrong."""
     message, code = detail.message, detail.code
     if code == "context_length_exceeded" or any(words in message for words in _TOO_LONG):
         return ContextLengthError(message, param="prompt")

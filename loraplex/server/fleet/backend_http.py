@@ -1,4 +1,4 @@
-"""Calls of a server that already runs somewhere: its address, its keys, and what can go wrong on the way."""
+"""HTTP calls to a server that already runs elsewhere: its address, keys, and connection errors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import msgspec
 
 from loraplex.core.errors import EngineDeadError, UserError
 
-# Below the 5 s after which uvicorn closes an idle connection: a request must not be sent into that.
+# Below uvicorn's 5 s, after which it closes an idle connection: a request must not be sent into that.
 _KEEP_ALIVE_S: Final = 2.0
 _CONNECT_TIMEOUT_S: Final = 3.0
 _MAX_ANSWER_BYTES: Final = 64 << 20
-"""Of an answer that is read as a whole: what serves files or video under the address must not fill memory."""
+"""Most bytes of an answer that is read as a whole: a server of files or video must not fill our memory."""
 
 
 class BackendError(UserError):
-    """A server that a fleet is to use is not there, or cannot be used as it is."""
+    """A server that a fleet should use is not there, or cannot be used as it is."""
 
 
 class BackendAwayError(BackendError):
-    """The server does not answer, or is not ready, so that nothing is known of it yet."""
+    """The server does not answer or is not ready, so nothing is known about it yet."""
 
 
 class UnreachableError(EngineDeadError):
-    """The server did not answer. `nobody_listens`: not even the connection was accepted."""
+    """The server did not answer. `nobody_listens`: the connection was not even accepted."""
 
     def __init__(self, message: str, *, nobody_listens: bool = False) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class UnreachableError(EngineDeadError):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendAddress:
-    """Where a server is, and the keys it asks for. `admin_key` is for changes of adapters, if another."""
+    """The address of a server, and its keys. `admin_key` is for changes of adapters, if it differs."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -52,14 +52,14 @@ class BackendAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A whole HTTP answer."""
+    """A complete HTTP answer."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON; None if it is none."""
+        """Return the body decoded as JSON; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except msgspec.DecodeError:
@@ -79,7 +79,8 @@ class BackendHttp:
     async def call(
         self, method: str, path: str, body: object = None, *, timeout_s: float, admin: bool = False
     ) -> Answer:
-        """Send one request and read the whole answer. Raises UnreachableError if none comes in time."""
+        """Send one request and read the whole answer. Raises UnreachableError if it does not arrive in
+        time."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -103,23 +104,24 @@ class BackendHttp:
         return bytes(body)
 
     async def open_stream(self, path: str, body: object) -> aiohttp.ClientResponse:
-        """Send one request and return when its headers are there. The caller closes the response.
+        """Send one request and return when its headers have arrived. The caller closes the response.
 
-        Raises UnreachableError if the connection cannot be made or breaks; waits for the headers without
-        limit, as a server may queue the request.
+        Raises UnreachableError if the connection fails; waits for the headers without limit, as a server may
+        queue the request.
         """
         try:
             try:
                 return await self._send("POST", path, body)
             except aiohttp.ServerDisconnectedError:
-                # A kept connection that the server closed as the request was sent says nothing about it.
+                # The server may close a kept connection just as the request is sent, which says nothing about
+                # the request.
                 return await self._send("POST", path, body)
         except (aiohttp.ClientError, OSError) as error:
             raise self.unreachable(error) from error
 
     def unreachable(self, error: Exception) -> UnreachableError:
-        """The error of a connection in words."""
-        if isinstance(error, aiohttp.ClientPayloadError):  # whose own words are about HTTP's chunks
+        """Return the error for a failed connection, with a readable message."""
+        if isinstance(error, aiohttp.ClientPayloadError):  # its own message is about HTTP chunks
             return UnreachableError(f"the connection to {self.url} was cut in the middle of an answer")
         if isinstance(error, aiohttp.ClientConnectorError):
             return UnreachableError(
@@ -129,7 +131,7 @@ class BackendHttp:
             return UnreachableError(
                 f"{self.url} accepted no connection within {_CONNECT_TIMEOUT_S:g} s", nobody_listens=True
             )
-        # Its own words show bytes, and where they are wrong.
+        # Its own message shows the invalid bytes.
         if isinstance(error, aiohttp.ClientResponseError):
             return UnreachableError(f"what answers at {self.url} does not speak HTTP")
         if isinstance(error, aiohttp.ServerDisconnectedError):
@@ -141,7 +143,7 @@ class BackendHttp:
         return UnreachableError(f"the connection to {self.url} broke ({type(error).__name__})")
 
     async def close(self) -> None:
-        """Close all connections, which cancels what still runs on them. Idempotent."""
+        """Close all connections, which cancels the requests on them. Idempotent."""
         if self._session is not None:
             await self._session.close()
 
@@ -152,15 +154,15 @@ class BackendHttp:
         data = None
         if body is not None:
             data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"
-        # Redirects are told, not followed: the body of a POST would be lost on the way.
+        # Redirects are reported, not followed: the body of a POST would be lost.
         return await self._open_session().request(
             method, self.url + path, data=data, headers=headers, allow_redirects=False
         )
 
     def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:  # it belongs to the event loop that is running when it is made
+        if self._session is None:  # it belongs to the event loop that runs when it is created
             self._session = aiohttp.ClientSession(
-                # limit=0: how many requests are open at a time is decided elsewhere.
+                # limit=0: the number of open requests is limited elsewhere.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
                 trust_env=False,
@@ -174,7 +176,7 @@ def _authorization(key: str | None) -> dict[str, str]:
 
 
 def _root_of(url: str) -> str:
-    """The address without what comes behind it; BackendError if it is none."""
+    """Return the address without a path. Raises BackendError if it is not one."""
     root = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(root)
@@ -187,8 +189,8 @@ def _root_of(url: str) -> str:
 
 
 def _system_reason(error: aiohttp.ClientConnectorError) -> str:
-    """The system's own reason: asyncio replaces it by a list of the addresses it has tried."""
+    """Return the system's own reason: asyncio replaces it by a list of the addresses it has tried."""
     found, number = error.os_error, error.os_error.errno
-    if number is None or isinstance(found, socket.gaierror):  # names are not found by errors of their own
+    if number is None or isinstance(found, socket.gaierror):  # name lookups have their own error numbers
         return str(found)
     return os.strerror(number)

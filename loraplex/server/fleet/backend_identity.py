@@ -1,4 +1,4 @@
-"""Who answers at an address, and whether a fleet can use it: refusals say what to change there."""
+"""Identify the server at an address, and check that a fleet can use it: refusals say what to change there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loraplex.server.fleet.backend_http import (
 from loraplex.server.fleet.completion_body import BackendKind
 
 _PROBE_NAME: Final = "lpx-probe"
-# Absolute, as vLLM takes a relative path that does not exist for a repository of the hub.
+# Absolute: vLLM takes a relative path that does not exist for a repository of the hub.
 _PROBE_PATH: Final = "/nonexistent/loraplex-probe"
 _LOAD_PATH: Final = "/v1/load_lora_adapter"
 _UNLOAD_PATH: Final = "/v1/unload_lora_adapter"
@@ -29,7 +29,7 @@ _UNLOAD_PATH: Final = "/v1/unload_lora_adapter"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedBase:
-    """The base model that all replicas must serve: what to call it, and the names it may go by."""
+    """The base model that all replicas must serve: its name for messages, and all names it may have."""
 
     shown: str
     names: frozenset[str]
@@ -41,7 +41,7 @@ class ExpectedBase:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A server as it describes itself. `adapters` has the names it serves, with their folders if shown."""
+    """A server's description of itself. `adapters` maps the names it serves to their folders, if shown."""
 
     kind: BackendKind
     version: str
@@ -51,7 +51,7 @@ class Backend:
 
 
 class BackendFullError(BackendError):
-    """The server has too many requests to take another one."""
+    """The server has too many requests to accept another one."""
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class _ModelList(msgspec.Struct, frozen=True):
 
 
 async def look_at(address: BackendAddress, expected: ExpectedBase, *, timeout_s: float) -> None:
-    """BackendError unless a fleet could use the server at an address; nothing is kept of it."""
+    """Raise BackendError unless a fleet could use the server at an address; no connection is kept."""
     http = BackendHttp(address)
     try:
         backend = await identify(http, expected, timeout_s=timeout_s)
@@ -77,7 +77,7 @@ async def look_at(address: BackendAddress, expected: ExpectedBase, *, timeout_s:
 
 
 async def identify(http: BackendHttp, expected: ExpectedBase, *, timeout_s: float) -> Backend:
-    """Ask who is there. Raises BackendError unless it is vLLM or loraplex with the expected base model."""
+    """Identify the server. Raises BackendError unless it is vLLM or loraplex with the expected base model."""
     try:
         answer = await http.call("GET", "/v1/models", timeout_s=timeout_s, admin=True)
     except UnreachableError as error:
@@ -109,12 +109,12 @@ async def identify(http: BackendHttp, expected: ExpectedBase, *, timeout_s: floa
 
 
 async def check_usable(http: BackendHttp, backend: Backend, *, timeout_s: float) -> None:
-    """BackendError unless adapters can be loaded there and answers come in token ids.
+    """Raise BackendError unless adapters can be loaded there and answers have token ids.
 
-    Leaves nothing behind: what is asked for are changes that cannot be made, and one token.
+    This leaves nothing behind: it requests changes that cannot be made, and one token.
     """
     try:
-        # An adapter without a name is neither there nor can it ever be.
+        # An adapter with an empty name can never exist.
         answer = await http.call("POST", _UNLOAD_PATH, {"lora_name": ""}, timeout_s=timeout_s, admin=True)
         _check_changes_allowed(answer, http, backend)
         if backend.kind is BackendKind.VLLM:
@@ -127,8 +127,8 @@ async def check_usable(http: BackendHttp, backend: Backend, *, timeout_s: float)
 
 
 async def check_completes(http: BackendHttp, backend: Backend, *, timeout_s: float) -> None:
-    """BackendError unless the server completes a prompt by a token, and tells its id; BackendFullError if it
-    has no room for one."""
+    """Raise BackendError unless the server completes a prompt with a token and returns its id;
+    BackendFullError if it has no room for one."""
     body = {
         "model": backend.base_model,
         "prompt": [0],
@@ -178,7 +178,7 @@ def _models(answer: Answer, http: BackendHttp) -> list[_Model]:
 
 
 async def _version(http: BackendHttp, timeout_s: float) -> str:
-    """The server's version for the log, "" if it does not tell."""
+    """Return the server's version for the log, "" if it is unknown."""
     try:
         found = (await http.call("GET", "/version", timeout_s=timeout_s)).json()
     except UnreachableError:
@@ -202,7 +202,7 @@ def _check_changes_allowed(answer: Answer, http: BackendHttp, backend: Backend) 
 
 def _check_lora_enabled(answer: Answer, http: BackendHttp) -> None:
     if answer.status < 500:
-        return  # there is no such folder, it says
+        return  # it says that there is no such folder
     message = error_detail(answer).message
     if "not enabled" in message:
         raise BackendError(

@@ -1,4 +1,4 @@
-"""A server's /metrics page as engine stats. loraplex exports vLLM's names, and some of its own."""
+"""Parse a server's /metrics page into engine stats. loraplex exports vLLM's names, and some of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from loraplex.core.stats import AdapterStats, EngineStats
 
 BLOCK_TOKENS: Final = 16
-"""Tokens of a KV block as it is counted here; servers may have others (vLLM has 128 on a CPU)."""
+"""Tokens of a KV block as counted here; servers may use other sizes (vLLM has 128 on a CPU)."""
 _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"
 _KV_USAGE: Final = "vllm:kv_cache_usage_perc"
@@ -36,8 +36,8 @@ _WANTED: Final = (
 def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
     """Return the figures of a page, summed over the engines of one server. KV blocks are of `BLOCK_TOKENS`.
 
-    `in_flight` has the caller's own requests by adapter version. Adapters are listed as far as the server
-    tells where their weights are, which vLLM does not; their bytes are not told by any.
+    `in_flight` has the caller's own requests by adapter version. Only adapters whose tier the server reports
+    are listed; vLLM does not report it. No server reports their bytes.
     """
     samples: dict[str, list[Sample]] = defaultdict(list)
     for sample in _samples(page):
@@ -77,8 +77,8 @@ def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
 
 
 def _samples(page: str) -> Iterator[Sample]:
-    # Only the lines that are wanted: the parser would take a tenth of a second for a page with histograms
-    # of a thousand adapters.
+    # Only the wanted lines: the parser would take a tenth of a second for a page with histograms of a
+    # thousand adapters.
     wanted = "\n".join(line for line in page.splitlines() if line.startswith(_WANTED))
     for family in text_string_to_metric_families(wanted + "\n"):
         yield from family.samples

@@ -1,4 +1,4 @@
-"""Replicas that are servers which run already: vLLM or loraplex, each behind a URL."""
+"""Replicas that are servers already running: vLLM or loraplex, each at a URL."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
 _RETRY_S: Final = (5.0, 30.0)
-"""The pause before a server that could not be used is asked again, and the longest."""
+"""The first and the longest pause in seconds before a server that could not be used is tried again."""
 _NO_RESTART: Final = (
     "it is a server that the fleet did not start; restart it where it runs, and it is used again when it is "
     "back (`loraplex fleet drain N --move` before that lets the others go on with its requests)"
 )
 _MAX_RUNNING: Final = 256
 _UNKNOWN_KV_TOKENS: Final = 1 << 30
-"""For servers that do not tell: their KV memory decides nothing then."""
+"""KV tokens assumed for servers that do not report them, so that KV memory never limits routing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Servers that a fleet uses. `api_key`, `admin_key`: of all of them. `max_adapters`: that each computes
-    with at a time (vLLM's --max-loras), None if that is not limited."""
+    """Servers that a fleet uses. `api_key`, `admin_key`: shared by all of them. `max_adapters`: adapters that
+    each can have in a batch (vLLM's --max-loras); None for no limit."""
 
     urls: tuple[str, ...] = ()
     api_key: str | None = None
@@ -56,11 +56,11 @@ def backend_fleet(
     log: DecisionLog | None = None,
     is_registered: IsRegistered | None = None,
 ) -> FleetEngine:
-    """Return a fleet of these servers, which are asked who they are when it starts.
+    """Return a fleet of these servers, which are identified when it starts.
 
-    `base_names`: what they may call the base model, the first for messages. `is_registered`: whether any
-    front on the registry wants a version, so that it is not unloaded. Raises UserError for a policy
-    that cannot be, and BackendError for an address that is none, or is given twice.
+    `base_names`: the names they may have for the base model, the first one for messages. `is_registered`:
+    returns whether any front on the registry wants a version, which is then not unloaded. Raises UserError
+    for a policy that is not possible, and BackendError for an address that is invalid or given twice.
     """
     check_live_policy(policy, shares_memory=False)
     addresses = [

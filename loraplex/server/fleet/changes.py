@@ -1,4 +1,4 @@
-"""Changes of a fleet's replicas: they are made one at a time, and none outlives the fleet."""
+"""Changes of a fleet's replicas, made one at a time; none outlives the fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loraplex.server.engine_status import SHUTTING_DOWN
 
 
 class Changes:
-    """The changes that are under way or wait for their turn. For use in one event loop."""
+    """The changes that are in progress or wait for their turn. For use in one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -19,10 +19,10 @@ class Changes:
         self._is_closed = False
 
     async def run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make a change when it is its turn. It is cancelled with the caller.
+        """Run a change when it is its turn. It is cancelled with the caller.
 
         Raises EngineClosedError if the fleet is closed before it is done: a replica that was just starting is
-        not a member that would be closed with the others.
+        not yet a member that would be closed with the others.
         """
         task = asyncio.create_task(self._run(change))
         self._tasks.add(task)
@@ -43,7 +43,7 @@ class Changes:
                     raise EngineClosedError(SHUTTING_DOWN)
                 await change
         finally:
-            change.close()  # it may not have had its turn
+            change.close()  # it may never have been started
 
     async def close(self) -> None:
         """Cancel all changes, and wait until they have cleaned up. Idempotent."""

@@ -1,4 +1,4 @@
-"""An engine request as the body of /v1/completions: token ids in, token ids out."""
+"""Convert an engine request to a body of /v1/completions: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _MAX_VLLM_TEMPERATURE: Final = 2.0
 
 
 class BackendKind(StrEnum):
-    """The servers whose API is known here, by what /v1/models says of who owns the models."""
+    """The servers whose API is known here, by the owner that /v1/models reports for their models."""
 
     VLLM = "vllm"
     LORAPLEX = "loraplex"
 
 
 def continuation(request: EngineRequest, kind: BackendKind) -> Continuation:
-    """Tell how a begun request goes on there.
+    """Return how the server would continue a request with output tokens.
 
-    loraplex takes the answer so far for what it is. For vLLM it is a part of the prompt: draws begin anew,
-    and penalties that count the answer alone miss it. The repetition penalty counts the prompt as well.
+    loraplex accepts the output so far as such. vLLM gets it as part of the prompt: its random draws start
+    over, and penalties that count only the output miss it. The repetition penalty also counts the prompt.
     """
     params = request.params
-    if params.prompt_logprobs is not None:  # they would not be told apart from those of the answer so far
+    if params.prompt_logprobs is not None:  # they could not be told apart from those of the output so far
         return Continuation.IMPOSSIBLE
     if kind is BackendKind.LORAPLEX:
         return Continuation.SAME
@@ -37,7 +37,8 @@ def continuation(request: EngineRequest, kind: BackendKind) -> Continuation:
 
 
 def asked_logprobs(params: SamplingParams) -> int | None:
-    """How many of the likeliest tokens are asked for at each place, of prompt or answer; None for none."""
+    """Return how many of the likeliest tokens are requested per position of prompt or output; None for
+    none."""
     wanted = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
     return max(wanted, default=None)
 
@@ -45,11 +46,12 @@ def asked_logprobs(params: SamplingParams) -> int | None:
 def completion_body(
     request: EngineRequest, *, model: str, kind: BackendKind, max_model_len: int
 ) -> dict[str, Any]:
-    """The body that asks for the same tokens. Raises InvalidRequestError for what the server does not know.
+    """Return the body that asks for the same tokens. Raises InvalidRequestError for what the server does not
+    support.
 
-    All fields are sent: vLLM takes defaults for others from the model's generation_config.json. Stop strings
-    are looked for by the caller, who has the text, and `n` was expanded. vLLM takes the answer so far for a
-    part of the prompt (`continuation`).
+    All fields are sent: vLLM takes defaults for missing ones from the model's generation_config.json. Stop
+    strings are matched by the caller, which has the text, and `n` was expanded. vLLM gets the output so far
+    as part of the prompt (`continuation`).
     """
     params = request.params
     _refuse_unknown(params, kind)
@@ -60,7 +62,7 @@ def completion_body(
     if max_tokens is None:
         max_tokens = max(1 + num_counted, max_model_len - len(request.prompt_token_ids))
     stop_token_ids = list(params.stop_token_ids)
-    if not params.ignore_eos:  # those of the caller's tokenizer count, whatever the server's own says
+    if not params.ignore_eos:  # the caller's tokenizer decides, not the server's
         stop_token_ids += [token for token in request.eos_token_ids if token not in stop_token_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -89,7 +91,7 @@ def completion_body(
     if logprobs is not None:
         body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True}
     if params.prompt_logprobs is not None:
-        body["echo"] = True  # the one way to get them in a stream
+        body["echo"] = True  # the only way to get them in a stream
     return body
 
 

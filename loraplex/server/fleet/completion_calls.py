@@ -37,13 +37,14 @@ from loraplex.server.request_log import VERSION_HEADER
 _VERSION_HEADER: Final = VERSION_HEADER.decode()
 _REFUSAL_TIMEOUT_S: Final = 10.0
 _END_WAIT_S: Final = 0.1
-"""How long the end of a body is waited for after its last event, for the sake of the connection."""
+"""Seconds to wait for the end of a body after its last event, so that the connection can be reused."""
 
 
 @dataclass(slots=True)
 class _Call(StreamWait):
-    """A request that is sent or being answered. `opening`: its wait for the headers; `reader`: what follows.
-    `moved`: why it was given up while it was opened. `is_told`: its reader knows that it is queued."""
+    """A request that is sent or being answered. `opening`: the timeout of its wait for the headers; `reader`:
+    its body. `moved`: why it was given up while it was being opened. `is_told`: its reader was told that it
+    is queued."""
 
     opening: asyncio.Timeout | None = None
     reader: aiohttp.StreamReader | None = None
@@ -59,15 +60,15 @@ class _Call(StreamWait):
 
 
 class OpenCompletion(NamedTuple):
-    """The answer to a request as it comes. `wait`: how the request stands there."""
+    """The answer to a request as it streams in. `wait`: how long the request has waited for the server."""
 
     take: Take
     wait: StreamWait
 
 
 class CompletionCalls:
-    """Runs requests on one server. `on_first_token` hears of every request that has one, `on_trouble` of
-    errors that may mean the end of the server."""
+    """Runs requests on one server. `on_first_token` is called for every request that gets one, `on_trouble`
+    for errors that may mean that the server is gone."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class CompletionCalls:
         self._calls: dict[str, _Call] = {}  # by request
 
     def give_up(self, request_id: str, reason: RequestMovedError) -> None:
-        """End one request with `reason`, if it is there."""
+        """End one request with `reason`, if it is open."""
         if (call := self._calls.get(request_id)) is not None:
             call.give_up(reason)
 
@@ -101,12 +102,12 @@ class CompletionCalls:
         return self._stalls.among(self._calls)
 
     def computes(self) -> bool:
-        """Tell whether the server has shown lately that it computes."""
+        """Return whether the server has recently shown that it computes."""
         return self._stalls.computes(self._calls)
 
     @asynccontextmanager
     async def open(self, request: EngineRequest, body: dict[str, Any]) -> AsyncIterator[OpenCompletion]:
-        """The answer to one request, which is cancelled there if this is closed before its end. Raises
+        """Yield the answer to one request, which is cancelled there if this context ends early. Raises
         NotAcceptedError if the server goes away before it has begun to answer."""
         era, has_begun = self._liveness.era, False
         call = self._calls[request.request_id] = _Call(request.num_tokens)
@@ -120,7 +121,7 @@ class CompletionCalls:
                     take = partial(self._take, request, call, response.content, reader)
                     yield OpenCompletion(take, call)
             finally:
-                # Hands the connection back for the next request if all of it was read, else it is closed,
+                # If everything was read, the connection is kept for the next request; otherwise it is closed,
                 # which cancels the request there.
                 (response.release if response.content.at_eof() else response.close)()
         except (RequestMovedError, EngineClosedError):
@@ -138,7 +139,7 @@ class CompletionCalls:
     async def _open(
         self, request: EngineRequest, body: dict[str, Any], era: int, call: _Call
     ) -> aiohttp.ClientResponse:
-        """Send a request. A server that turns out not to have the adapter gets it again, once."""
+        """Send a request. If the server turns out not to have the adapter, it is loaded there again, once."""
         url, adapter = self._http.url, request.adapter
         for is_last in (False, True):
             try:
@@ -174,7 +175,7 @@ class CompletionCalls:
 
     async def _have(self, adapter: str) -> None:
         """Make sure that the server has an adapter. Raises AdapterMissingError if it refuses one that it
-        should have: the client of the fleet has done nothing wrong, and another replica may have it."""
+        should have: the fleet's client has done nothing wrong, and another replica may have it."""
         try:
             await self._adapters.load(adapter)
         except (EngineDeadError, UnknownModelError):
@@ -204,7 +205,7 @@ class CompletionCalls:
     async def _next_output(
         self, request: EngineRequest, content: aiohttp.StreamReader, reader: CompletionReader
     ) -> EngineOutput:
-        """Read until there is something to tell; all that came since the last call is in one output."""
+        """Read until there is an output; everything that arrived since the last call is merged into it."""
         try:
             while True:
                 data = await content.readany()
@@ -223,7 +224,7 @@ class CompletionCalls:
 
 
 async def _whole(response: aiohttp.ClientResponse) -> Answer:
-    """An answer that is no stream."""
+    """Read an answer that is not a stream."""
     async with response:
         try:
             async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
@@ -234,10 +235,11 @@ async def _whole(response: aiohttp.ClientResponse) -> Answer:
 
 
 async def _read_to_end(content: aiohttp.StreamReader) -> None:
-    """Read what follows the last event, which is nothing but the end: then the connection can be reused."""
+    """Read up to the end of the body, which should follow the last event, so that the connection can be
+    reused."""
     try:
         async with asyncio.timeout(_END_WAIT_S):
             while not content.at_eof():
                 await content.readany()
     except (aiohttp.ClientError, OSError, TimeoutError):
-        pass  # all that matters was read
+        pass  # everything that matters was read

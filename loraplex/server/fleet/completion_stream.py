@@ -1,6 +1,6 @@
-"""The streamed answer of /v1/completions as engine outputs.
+"""Parse the streamed answer of /v1/completions into engine outputs.
 
-    bytes ──▶ SseParser ──▶ payloads ──▶ CompletionReader ──▶ EngineOutput, merged from all that is there
+    bytes ──▶ SseParser ──▶ payloads ──▶ CompletionReader ──▶ EngineOutput, merged from all that has arrived
 
 vLLM sends a token's log-probability with the token, loraplex with the token's text, which may be a chunk
 later. Both send them in order, so tokens wait for theirs.
@@ -22,18 +22,18 @@ from loraplex.server.fleet.completion_body import asked_logprobs
 
 _DONE: Final = b"[DONE]"
 _IMPOSSIBLE: Final = -9999.0
-"""JSON has no infinity; both servers write this instead."""
+"""Stands for minus infinity, which JSON does not have, in the answers of both servers."""
 _ID_PREFIX: Final = "token_id:"
 
 
 class SseParser:
-    """Server-sent events out of bytes that come in any portions."""
+    """Parses server-sent events from bytes that arrive in arbitrary pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads of all lines that are complete."""
+        """Return the payloads of all complete lines."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -70,8 +70,8 @@ _decoder: Final = msgspec.json.Decoder(_Event)
 
 
 class CompletionReader:
-    """Puts the outputs of one request together. `url` is named in errors. `vocab_size`: of the base model,
-    None if it is not known."""
+    """Assembles the outputs of one request. `url` is for error messages. `vocab_size`: that of the base
+    model; None if it is unknown."""
 
     def __init__(self, request: EngineRequest, url: str, vocab_size: int | None = None) -> None:
         params = request.params
@@ -94,12 +94,12 @@ class CompletionReader:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the stream has said that nothing comes any more."""
+        """Return whether the stream has ended."""
         return self._ended
 
     def feed(self, data: bytes) -> None:
-        """Take bytes of the body, none at its end. Raises what the server says is wrong, and EngineDeadError
-        for a body that ends before the answer does."""
+        """Add bytes of the body; empty bytes mean its end. Raises the error that the server reports, and
+        EngineDeadError for a body that ends before the answer does."""
         for payload in self._parser.feed(data):
             self._take_event(payload)
         if data:
@@ -126,9 +126,9 @@ class CompletionReader:
             self._num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
 
     def take(self) -> EngineOutput | None:
-        """All that is complete and was not taken yet; None if that is nothing.
+        """Return everything that is complete and was not taken yet; None if there is nothing.
 
-        The last output waits for the end of the stream: the usage behind it says what was cached.
+        The last output waits for the end of the stream, because the usage after it has the cached tokens.
         """
         if self._finish is not None and not self._ended:
             return None
@@ -167,7 +167,7 @@ class CompletionReader:
         if choice.finish_reason not in ("length", "stop"):
             raise EngineDeadError(f"the server at {self._url} ended the request ({choice.finish_reason})")
         if self._finish is FinishReason.STOP and choice.token_ids and not isinstance(choice.stop_reason, str):
-            # No stop strings were sent, so it was a token that ended it, and that is the last one.
+            # No stop strings were sent, so a token ended it, and it is the last one.
             self._stop_token_id = self._tokens.pop()
         del self._entries[len(self._tokens) :]  # vLLM has one for the stop token
 
@@ -194,7 +194,7 @@ class CompletionReader:
         return entry
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
-        """EngineDeadError for ids that are no tokens: nobody could make text of them."""
+        """Raise EngineDeadError for ids outside the vocabulary, which could not be decoded to text."""
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
             wrong = next(each for each in token_ids if not 0 <= each < self._vocab_size)
             raise self._nonsense(
@@ -211,7 +211,8 @@ class CompletionReader:
 
 
 def failed_output(request: EngineRequest, error: LoraplexError) -> EngineOutput | None:
-    """The last output of a request that failed alone while it ran; None if the error is to be raised."""
+    """Return the last output of a request that failed alone while it ran; None if the error must be
+    raised."""
     is_adapters = isinstance(error, AdapterError)
     if isinstance(error, EngineDeadError) or (isinstance(error, UserError) and not is_adapters):
         return None
@@ -224,7 +225,8 @@ def failed_output(request: EngineRequest, error: LoraplexError) -> EngineOutput 
 
 
 def _entry(token: str, logprob: float, top: dict[str, float] | None, num_asked: int) -> TokenLogprob:
-    """One place as we have it. `top` has the token itself, too, whether it is one of the likeliest or not."""
+    """Return the log-probabilities of one position. `top` also has the token itself, even if it is not one of
+    the likeliest."""
     likeliest = dict(top or {})
     if len(likeliest) > num_asked:
         likeliest.pop(token, None)
@@ -243,7 +245,7 @@ def _cut(entry: TokenLogprob, num_top: int) -> TokenLogprob:
 
 
 def _token_id(name: str) -> int:
-    """The id in `token_id:42`; ValueError for anything else."""
+    """Return the id in `token_id:42`. Raises ValueError for anything else."""
     if not name.startswith(_ID_PREFIX):
         raise ValueError(name)
     return int(name.removeprefix(_ID_PREFIX))

@@ -1,7 +1,7 @@
-"""The decisions of a fleet on disk: the latest ones, with all that they were made from.
+"""The decisions of a fleet on disk: the latest ones, with everything they were made from.
 
-A file holds the events of a routing from its beginning, one a line. When it has become long, the routing
-begins anew in the next file, so that each can be read by itself; the one before is kept.
+A file holds the events of a routing from its beginning, one per line. When it gets long, the routing starts
+over in the next file, so that each file can be read by itself; earlier ones are kept up to a limit.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "decisions"
 _MAX_EVENTS: Final = 200_000
-"""In one file: some 20 MB, of about 50,000 requests."""
+"""Most events in one file: some 20 MB, for about 50,000 requests."""
 _MAX_FILES: Final = 8
-"""That are kept in all, of this server and of others on the same state folder."""
+"""Most files that are kept, of this server and of others on the same state folder together."""
 
 _RETRY_S: Final = 30.0
-"""How long nothing is written after a write that failed."""
+"""Seconds for which nothing is written after a failed write."""
 
 
 class DecisionLog:
-    """Events on their way to a file. Recording takes no I/O; what was recorded is taken, and written by any
-    thread."""
+    """Collects events and writes them to files. Recording does no I/O; recorded events are taken, and may be
+    written by any thread."""
 
     def __init__(self, state_dir: Path, max_events: int = _MAX_EVENTS, *, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
         self._folder = state_dir / FOLDER
         self._max_events = max_events
-        # Two servers on the folder may have one process id, in containers of their own.
+        # Two servers on the folder may have the same process id, in different containers.
         self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._number = 0
         self._num_events = 0
         self._lines: list[bytes] = []
-        self._failed_s: float | None = None  # when a write failed; nothing is kept until the next file begins
-        self._is_off = False  # which was said
+        self._failed_s: float | None = None  # time of a failed write; until the next file nothing is kept
+        self._is_off = False  # the failure was logged
         self._is_lost = False
         self._is_beginning = True
         self._num_decisions = 0
-        self._num_taken = 0  # decisions up to what was taken last
-        self._num_written = 0  # decisions up to what was written last
-        self._num_dropped = 0  # decisions before this file that are in none
+        self._num_taken = 0  # decisions up to the last `take`
+        self._num_written = 0  # decisions up to the last write
+        self._num_dropped = 0  # decisions before this file that are in no file
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the routing should begin anew, in the next file: this one is long, was deleted, or
-        could not be written some time ago."""
+        """Return whether the routing should start over in the next file: this one is long, was deleted, or a
+        write failed some time ago."""
         may_retry = self._failed_s is not None and self._clock.now_s() - self._failed_s >= _RETRY_S
         return self._num_events >= self._max_events or self._is_lost or may_retry
 
@@ -68,7 +68,7 @@ class DecisionLog:
             self._num_events += 1
 
     def begin(self, events: Iterable[RoutingEvent]) -> None:
-        """Begin the next file with the events that a routing begins with."""
+        """Begin the next file with the initial events of a routing."""
         self.write(self.take())
         self._is_beginning, self._is_lost, self._failed_s = True, False, None
         self._num_dropped = self._num_decisions - self._num_written
@@ -76,24 +76,25 @@ class DecisionLog:
         self._num_events = 0
         for event in events:
             self.record(event)
-        # A fleet that knows more adapters than a file should have events must not begin anew all the time.
+        # A fleet with more adapters than the limit of events must not start over all the time.
         self._num_events = 0
 
     def take(self) -> list[bytes]:
-        """Return what was recorded since the last call; on the thread that records."""
+        """Return what was recorded since the last call. Must be called on the recording thread."""
         lines, self._lines = self._lines, []
         self._num_taken = self._num_decisions
         return lines
 
     def write(self, lines: list[bytes]) -> None:
-        """Write what was taken; on any thread, one call at a time. A disk that fails ends the log for a
-        while, not the server."""
+        """Write what was taken; on any thread, one call at a time. A failing disk stops the log for a while,
+        not the server."""
         if not lines or self._failed_s is not None:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             begins = self._is_beginning
-            # Without its beginning a file says nothing: one that is gone is not made again but by the next.
+            # A file is useless without its beginning, so a deleted one is not created again, and the
+            # routing starts over in the next file.
             self._is_lost = not begins and not self._path.exists()
             if self._is_lost:
                 return
@@ -138,7 +139,7 @@ def logged_decisions(state_dir: Path) -> Iterator[list[RoutingEvent]]:
         try:
             yield list(_read(path))
         except FileNotFoundError:
-            continue  # it made way for a newer one just now
+            continue  # it was just deleted to make room for a newer one
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -151,7 +152,7 @@ def _read(path: Path) -> Iterator[RoutingEvent]:
             try:
                 yield decode_event(line)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                # What follows was decided after something that is not known: it cannot be made once more.
+                # Later decisions depend on an event that is unknown, so they cannot be replayed.
                 logger.warning(
                     "line %d of %s is no decision of this version of loraplex; decisions from there on are "
                     "left out: %s",
@@ -164,6 +165,6 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of a folder, the latest first."""
     found = []
     for path in folder.glob("*.jsonl") if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # another server has removed it just now
+        with suppress(FileNotFoundError):  # another server has just removed it
             found.append((path.stat().st_mtime_ns, path.name, path))
     return [path for _, _, path in sorted(found, reverse=True)]

@@ -1,4 +1,4 @@
-"""Why a request went where it went: its decision, made once more from the log."""
+"""Explain why a request went to its replica, by replaying the decision from the log."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HOMES: Final = {"device": "it had the adapter ready", "host": "it had the adapt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSeen:
-    """One replica as the router saw it. `adapter`: the tier that has the request's: device, host or disk.
-    `placed`: the share of the adapter's requests that the placement gives it; None if it gives it none, or
-    every replica serves every adapter.
-    `step_ms`: a decode step there with the request; `queue_ms`: the prompts before it; `load_ms`: until it
-    has the adapter; `ms_per_token`: all of them over an answer of the usual length. `verdict`: chosen,
-    migrated to, or why it could not be; nothing if it would have been slower, or its turn comes later."""
+    """One replica as the router saw it. `adapter`: the tier of the request's adapter there: device, host or
+    disk. `placed`: the share of the adapter's requests that the placement gives this replica; None if it
+    gives none, or every replica serves every adapter. `step_ms`: duration of a decode step there with the
+    request; `queue_ms`: time for the prompts before it; `load_ms`: time until it has the adapter;
+    `ms_per_token`: all of these, spread over an answer of the usual length. `verdict`: chosen, migrated to,
+    or why it could not be chosen; empty if it would have been slower, or was not next in turn."""
 
     replica: int
     running: int
@@ -44,10 +44,10 @@ class ReplicaSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A decision, with the replicas as they were then. `again`: the replica that is chosen when the log is
-    replayed; another one than was chosen only if the log is of another version of loraplex. `why`: what the
-    router goes by, and what that came to here. `is_measured`: times are by a profile that was measured, and
-    not guessed. `is_elsewhere`: the replicas are servers behind --backend, of which there is no profile."""
+    """A decision, with the replicas as they were then. `again`: the replica chosen when the log is replayed;
+    it differs from the original choice only if the log is from another version of loraplex. `why`: the
+    router's criterion and how it applied here. `is_measured`: times come from a measured profile, not a
+    guessed one. `is_elsewhere`: the replicas are servers behind --backend, which have no profile."""
 
     decision: Sent
     policy: str
@@ -59,11 +59,11 @@ class Explanation:
 
 
 def explain(request: str | None, logs: Iterable[Sequence[RoutingEvent]]) -> list[Explanation]:
-    """Return the decisions about a request, by its id or by that of the call it belongs to, of the latest log
-    that has any; several if it was sent again, or if the call has several choices. The beginning of an id
-    will do if no other call's begins so. None means the call that was sent last.
+    """Return the decisions about a request, given its id or that of its call, from the latest log that has
+    any; there are several if it was sent again, or if the call has several choices. The beginning of an id is
+    enough if it is unambiguous. None means the call that was sent last.
 
-    Nothing if no log has any. Raises UserError if several calls are meant.
+    Return an empty list if no log has any. Raises UserError if several calls match.
     """
     for events in logs:
         sent = [event.request_id for event in events if isinstance(event, Sent)]
@@ -85,7 +85,7 @@ def explain(request: str | None, logs: Iterable[Sequence[RoutingEvent]]) -> list
 
 
 def replayed(events: Sequence[RoutingEvent]) -> Iterator[tuple[Decision, Decision]]:
-    """Yield every decision of a log, and the one that is made when it is replayed."""
+    """Yield every decision of a log, together with the one made in its replay."""
     routing = LiveRouting(events[:1])
     for event in events[1:]:
         again = routing.apply(event)
@@ -118,7 +118,8 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
 
 
 def _belongs(request_id: str, asked: str) -> bool:
-    """Tell whether this is the request, or a choice of the call: those have its id and their number."""
+    """Return whether this is the request, or a choice of the call: choices have the call's id and their
+    number."""
     return asked in (request_id_of(request_id), call_id_of(request_id))
 
 
@@ -161,7 +162,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
 
 
 def _why(decision: Sent, policy: str, seen: Sequence[ReplicaSeen]) -> str:
-    """Say in words what made the router choose this replica."""
+    """Return in words why the router chose this replica."""
     if decision.is_move:
         return "it migrated there from a replica that was overloaded"
     able = [row for row in seen if row.verdict in ("", "chosen")]

@@ -1,4 +1,4 @@
-"""The adapters of a fleet: every replica knows all of them, and holds in memory those it is placed with."""
+"""The adapters of a fleet: every replica knows all of them, and has in memory those it is placed with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loraplex.server.replica import Replica
 
 class FleetAdapters:
     """The versions that the members of a fleet know. `routing`: None until the fleet has started.
-    `start_error`: why it could not start, once `start_ended` is set. `may_lack`: it may start without some of
-    them."""
+    `start_error`: why it could not start, once `start_ended` is set. `may_lack`: the fleet may start without
+    some of its members."""
 
     def __init__(self, members: Members, *, may_lack: bool = False) -> None:
         self._members = members
@@ -33,17 +33,18 @@ class FleetAdapters:
         return [spec for sources in self._specs.values() for spec in sources.values()]
 
     def joining(self, replica: Replica, num_at_once: int) -> JoiningAdapters:
-        """Return what gives all versions to a replica that is not a member yet, so many at a time."""
+        """Return an object that gives all versions to a replica that is not a member yet, `num_at_once` at a
+        time."""
         return JoiningAdapters(self, replica, num_at_once)
 
     async def add(self, spec: AdapterSpec) -> None:
-        """See AsyncEngine: on all replicas, or on none of them; but for those that refuse it by themselves,
-        if another one takes it."""
+        """See AsyncEngine. Adds it to all replicas or to none, except that individual replicas may refuse it
+        if another one accepts it."""
         asked: list[Replica] = []
         errors: list[BaseException] = []
         refusals: list[BaseException] = []
         num_taken = 0
-        # Again for those that have joined meanwhile: they were given the versions that were known then.
+        # Repeated for replicas that have joined meanwhile: they were given the versions known then.
         while not errors and (new := [each for each in self._members.alive() if each not in asked]):
             asked += new
             results = await asyncio.gather(
@@ -69,26 +70,26 @@ class FleetAdapters:
         if self.routing is None and self._members.is_gone:
             await self.start_ended.wait()  # the last one has failed, which ends the start
         if self.start_error is not None:
-            # The other replicas were given up for it, and would only say so.
+            # The other replicas were given up because of it, and would only say so.
             raise self.start_error
-        # What the adapter is refused for tells more than that a replica died meanwhile.
+        # The reason for a refusal says more than that a replica died meanwhile.
         raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
 
     def _has_left(self, replica: Replica, error: BaseException) -> bool:
-        """Tell whether a replica has left meanwhile, and the fleet serves without it."""
+        """Return whether a replica has left meanwhile, and the fleet can serve without it."""
         if not isinstance(error, EngineDeadError) or not is_gone(replica):
             return False
         return (self._may_lack or self.routing is not None) and not self._members.is_gone
 
     async def stage(self, version: str) -> None:
-        """See AsyncEngine: on all replicas that serve, that it is placed on and that do not refuse it. One
-        that dies meanwhile reads the version from its files when it is back, as it does with all others."""
+        """See AsyncEngine. Stages it on all serving replicas that it is placed on and that do not refuse it.
+        One that dies meanwhile reads the version from its files when it is back, like all others."""
         routing, members = self.routing, self._members
         serving = [number for number in members.present if members[number].healthy]
         reasons = [members[number].refused.get(version) for number in serving]
         serving = [number for number, reason in zip(serving, reasons, strict=True) if reason is None]
         placed = None if routing is None else routing.placed_on(version)
-        if placed is not None:  # if none of its replicas serves just now, any other one may be asked for it
+        if placed is not None:  # if none of its replicas serves right now, any other may get requests for it
             serving = [number for number in serving if number in placed.replicas] or serving
         if not serving and (refusals := [reason for reason in reasons if reason is not None]):
             raise AdapterError(refusals[0])
@@ -112,7 +113,7 @@ class FleetAdapters:
             raise errors[0]
 
     def states(self, version: str) -> list[str]:
-        """Return in words how each replica stands with a version."""
+        """Return the state of a version on each replica, in words."""
         states = []
         for number in self._members.meant:
             replica = self._members[number]
@@ -129,13 +130,13 @@ class FleetAdapters:
         return states
 
     def holders(self, version: str) -> list[int]:
-        """Return the replicas that have a version in memory, as far as that is known."""
+        """Return the replicas that have a version in memory, as far as known."""
         if (routing := self.routing) is None:
             return []
         return [number for number in self._members.present if routing.has(number, version)]
 
     async def remove(self, version: str) -> None:
-        """See AsyncEngine: from all replicas."""
+        """See AsyncEngine. Removes it from all replicas."""
         self._specs.pop(version, None)
         if self.routing is not None:
             self.routing.remove(version)
@@ -148,7 +149,7 @@ class FleetAdapters:
 
 
 class JoiningAdapters:
-    """Gives a replica that joins the versions that the others know."""
+    """Gives a joining replica the versions that the others know."""
 
     def __init__(self, adapters: FleetAdapters, replica: Replica, num_at_once: int) -> None:
         self._adapters = adapters
@@ -157,7 +158,7 @@ class JoiningAdapters:
         self._gate = asyncio.Semaphore(num_at_once)
 
     async def catch_up(self) -> None:
-        """Return when the replica knows what the others do, who may be given more meanwhile."""
+        """Return when the replica knows what the others do; they may get more meanwhile."""
         known, replica = self._known, self._replica
         while True:
             specs = self._adapters.specs()
@@ -178,6 +179,6 @@ class JoiningAdapters:
             try:
                 await self._replica.add_adapter(spec)
             except LoraplexError:
-                if spec.version not in self._replica.refused:  # else the others serve it
+                if spec.version not in self._replica.refused:  # else other replicas serve it
                     raise
         self._known.setdefault(spec.version, set()).add(spec.path)

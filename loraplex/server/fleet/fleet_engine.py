@@ -1,9 +1,9 @@
 """Many engines as one: every request goes to the replica that the fleet's router chooses.
 
-A request whose replica dies, or hands it over, goes on at another one from the tokens that it has. Adapters
-are known to all replicas; each holds in memory those that it is placed with or asked for (`placing`).
-Replicas join, leave and are replaced while others serve; a replica keeps its number, and one that has left
-may come back under it.
+A request whose replica dies or hands it over is continued on another one from the tokens it has. All replicas
+know all adapters; each has in memory those that it is placed with or has requests for (`placing`). Replicas
+join, leave and are replaced while others serve; a replica keeps its number, and one that has left may come
+back under it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from loraplex.server.shadow_twin import TwinSubject
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
-"""How often replicas are asked which adapters they hold."""
+"""Seconds between reports of replicas on the adapters they have."""
 
 
 class FleetEngine:
@@ -72,7 +72,7 @@ class FleetEngine:
         on_progress: Callable[[StartProgress], None] | None = None,
         add_adapters: Awaitable[object] | None = None,
     ) -> None:
-        """See SupervisedEngine. Progress is that of the first replica: all do the same side by side."""
+        """See SupervisedEngine. The progress is that of the first replica: all do the same in parallel."""
         setup, lacking = self._setup, dict[int, LoraplexError]()
         starting = FleetStart(self._members, on_progress, add_adapters)
         try:
@@ -103,7 +103,7 @@ class FleetEngine:
         )
         began = Began(
             policy=setup.policy.name,
-            # One that is not there yet joins with limits of its own.
+            # A replica that is not there yet joins with its own limits.
             limits=[setup.limits(replica.info or infos[0]) for replica in self._members],
             costs=infos[0].costs or profile_to_json(setup.costs),
             mean_tokens=FIRST_GUESS,
@@ -124,7 +124,8 @@ class FleetEngine:
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
 
     async def _device_bytes(self) -> int | None:
-        """Return the memory that adapters share with the KV cache on every replica."""
+        """Return the smallest memory of all replicas that adapters share with the KV cache; None if there is
+        none."""
         ready = [(number, replica) for number, replica in enumerate(self._members) if replica.healthy]
         each = await asyncio.gather(*(replica.stats() for _, replica in ready))
         for (number, _), stats in zip(ready, each, strict=True):
@@ -179,7 +180,7 @@ class FleetEngine:
         return 0 if self._placing is None else self._placing.num_plans
 
     def drain(self, number: int, *, move: bool = False) -> None:
-        """See `Members.drain`. The replica finishes the requests it has. `move`: others go on with them."""
+        """See `Members.drain`. The replica finishes its requests; with `move`, others continue them."""
         self._members.drain(number)
         if move:
             self._members[number].hand_over()
@@ -188,31 +189,31 @@ class FleetEngine:
         self._members.undrain(number)
 
     def place(self) -> None:
-        """Decide now where adapters live and which requests move, if there is anything to decide."""
+        """Decide now where adapters are placed and which requests move, if there is anything to decide."""
         if self._placing is not None:
-            # Who adds an adapter, or a replica, has done so: without a plan it is served all the same.
+            # The adapter or replica was already added: it is served even without a plan.
             self._placing.tick_if_possible()
 
     async def _look(self) -> None:
-        """Ask replicas again and again which adapters they hold, and write down what was decided."""
+        """Ask replicas periodically which adapters they have, and write the decision log."""
         routing, log = self._routing, self._log
         assert routing is not None
         while True:
             await asyncio.sleep(_LOOK_S)
-            # Side by side: one that is slow to answer must not age what is known of the others.
+            # In parallel: a slow replica must not delay the reports of the others.
             await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
             self._requests.move_stalled()
             self._memory.log(routing)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
             if routing.has_many_gone or (log is not None and log.is_full):
-                events = list(routing.state())  # it begins anew with what is known
+                events = list(routing.state())  # the routing starts over from its present state
                 routing.begin(events)
                 if log is not None:
                     log.begin(events)
 
     async def _ask(self, routing: LiveRouting, number: int) -> None:
-        """Take over what a replica says to hold, if it is the same one when it has answered."""
+        """Record what a replica reports, if it was not replaced while it answered."""
         replica = self._members[number]
         if not replica.healthy:
             return
@@ -227,11 +228,11 @@ class FleetEngine:
             self._memory.saw(number, stats)
 
     async def _watch_failures(self) -> None:
-        """The fleet has failed when every replica has, or has left."""
+        """Set `failed` when every replica has failed or left."""
         while not self._members.is_gone:
             waits = [asyncio.create_task(replica.failed.wait()) for replica in self._members]
             try:
-                # Not for ever: others may join meanwhile.
+                # With a timeout, because others may join meanwhile.
                 await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.ALL_COMPLETED)
             finally:
                 for wait in waits:
@@ -254,7 +255,7 @@ class FleetEngine:
 
     @property
     def continued(self) -> Counter[Continued]:
-        """How often requests went on at another replica, by reason."""
+        """Counts of requests continued on another replica, by reason."""
         return self._requests.continued
 
     def is_resampled(self, call_id: str) -> bool:
@@ -299,31 +300,31 @@ class FleetEngine:
         self._members.forget(version)
 
     async def stats(self) -> EngineStats:
-        """Return the sums over all replicas, and of counters those of replicas that have left as well; an
-        adapter is where it is nearest to its use."""
+        """Return the sums over all replicas; counters include replicas that have left, and the tier of an
+        adapter is the fastest that any replica has it in."""
         members, alive = self._members, self._members.alive()
 
         async def report(number: int, replica: Replica) -> EngineStats:
             stats = await replica.stats()
-            members.saw(number, stats)  # at once: while others answer, it may be asked again
+            members.saw(number, stats)  # at once: it may be asked again while others answer
             return stats
 
         each = await asyncio.gather(
             *(report(number, replica) for number, replica in enumerate(members) if replica in alive)
         )
-        return await asyncio.to_thread(members.sum_of, each)  # long with thousands of adapters
+        return await asyncio.to_thread(members.sum_of, each)  # slow with thousands of adapters
 
 
 def _with_message(status: EngineStatus, message: str | None) -> EngineStatus:
-    """Return the status of a replica with one message more, if it serves."""
+    """Return the status of a replica with one more message, if it serves."""
     if message is None or status.state is not EngineState.READY:
         return status
     return replace(status, message="; ".join(filter(None, (status.message, message))))
 
 
 async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run something that lasts as long as the fleet, again after an error: without it the fleet would serve
-    on, but adapters, plans or dead replicas would be looked after by nobody, and nobody would know."""
+    """Run a loop that lasts as long as the fleet, and restart it after an error: without it the fleet would
+    keep serving, but nobody would look after adapters, placements or dead replicas, or notice that."""
     while True:
         try:
             return await loop()

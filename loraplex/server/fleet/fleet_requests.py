@@ -1,5 +1,5 @@
-"""Requests of a fleet: each is sent to the replica that the router chooses, and goes on at another one if
-that one dies or hands it over, or if it migrates."""
+"""Requests of a fleet: each is sent to the replica that the router chooses, and continued on another one if
+that one dies or hands it over, or if the request migrates."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ from loraplex.server.replica import Continuation
 logger = logging.getLogger(__name__)
 
 _MAX_IN_A_ROW: Final = 3
-"""As many replicas may die or fall silent with a request, without a token of it in between, before it is
-given up: it may be the reason."""
+"""Number of replicas that may die or fall silent with a request, without a token of it in between, before it
+is given up: it may be the cause."""
 _MAX_DEATHS_IN_ALL: Final = 10
 _MAX_WAIT_S: Final = 180.0
-"""So long a request waits for a replica that takes it, if none serves or each goes away first."""
+"""Seconds that a request waits for a replica that takes it, if none serves or each goes away first."""
 _MAX_DROPPED_S: Final = 15.0
-"""The same while every one that is there answers, but drops requests."""
+"""The same limit in seconds while all available replicas answer but drop requests."""
 _LOOK_S: Final = 0.05
-"""How often a request that waits looks for a replica."""
+"""Seconds between two attempts of a waiting request to find a replica."""
 _BUSY_S: Final = 0.5
-"""After so long, another replica is asked to go on with a request that one had no room for."""
+"""Seconds to wait before a request that a replica had no room for is sent to another one."""
 _MAX_RESAMPLED: Final = 4096
-"""Calls that are remembered to have gone on with new draws: more than are open at a time, or were just
-answered."""
+"""Number of calls remembered as resampled: more than are ever open or were just answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A request on the replica that has it."""
+    """A request on its present replica."""
 
     request: EngineRequest
     replica: int
@@ -57,11 +56,11 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Course:
-    """What has become of a request so far. `tried`: the replicas that have lost or refused it. `is_admitted`:
-    one of them has had it, so that nobody may refuse it any more. `waits_since_s`: when it was given to
-    replicas of which none has taken it yet, None if one has. `problem`: of the last that did not.
-    `stalled_on`: the replicas that it has stalled on since its last token. `has_prompt_logprobs`: they have
-    come, and are not asked for again."""
+    """The history of a request so far. `tried`: the replicas that have lost or refused it. `is_admitted`: a
+    replica has accepted it, so no other may refuse it any more. `waits_since_s`: since when it waits for a
+    replica to take it; None if one has. `problem`: the error of the last replica that did not. `stalled_on`:
+    the replicas that it has stalled on since its last token. `has_prompt_logprobs`: they were received, and
+    are not requested again."""
 
     is_admitted: bool
     waits_since_s: float | None = None
@@ -72,33 +71,34 @@ class _Course:
 
 
 def _rest_of(found: _InFlight) -> EngineRequest:
-    """Return the request that another replica would be given, to ask whether it can go on: which tokens
-    there are does not matter for that, but whether there are any."""
+    """Return the request as another replica would get it, to ask whether that replica can continue it: this
+    depends on whether there are output tokens, not on which."""
     had = (0,) if found.report.num_output else ()
     return continued(found.request, had, has_prompt_logprobs=found.course.has_prompt_logprobs)
 
 
 class FleetRequests:
-    """Runs requests on the members of a fleet. `routing`: None until the fleet has started. `is_closing`: a
-    replica that is closed is closed with the fleet."""
+    """Runs requests on the members of a fleet. `routing`: None until the fleet has started. `is_closing`: the
+    whole fleet is being closed, not a single replica."""
 
     def __init__(self, members: Members, clock: Clock | None = None) -> None:
         self._members = members
         self._clock = clock or MonotonicClock()
-        self._in_flight: dict[str, _InFlight] = {}  # by the first id, which stays
-        self._targets: dict[str, int] = {}  # where requests go on that are being moved
+        self._in_flight: dict[str, _InFlight] = {}  # by the first id, which stays the same
+        self._targets: dict[str, int] = {}  # replicas that requests being moved continue on
         self._resampled: dict[str, None] = {}  # calls, the latest last
         self.routing: LiveRouting | None = None
         self.is_closing = False
         self.recent = RecentRequests()
         self.continued: Counter[Continued] = Counter()
         self.num_migrated: Counter[int] = Counter()
-        """Requests that went on at each replica because they migrated."""
+        """Number of requests that migrated to each replica."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left
-        or none takes it for too long, or if none that is left could go on as the one that died."""
-        # One that began elsewhere was let in there.
+        """See AsyncEngine. Raises EngineDeadError only if too many replicas died with the request, if none is
+        left or none takes it for too long, or if none that is left could continue it like the one that
+        died."""
+        # A request that began elsewhere was admitted there.
         course = _Course(is_admitted=bool(request.output_token_ids))
 
         async def give(attempt: EngineRequest) -> Serving:
@@ -116,8 +116,7 @@ class FleetRequests:
         )
 
     async def _wait_for_replica(self, adapter: str | None, course: _Course) -> None:
-        """Wait until any replica serves: who comes back first has the request. Raises EngineDeadError if no
-        one will, or if that takes too long."""
+        """Wait until any replica serves. Raises EngineDeadError if none will, or if that takes too long."""
         if self.routing is None:
             return
         if course.waits_since_s is None:
@@ -138,14 +137,14 @@ class FleetRequests:
             await asyncio.sleep(_LOOK_S)
 
     def num_output(self) -> dict[str, int]:
-        """Return how many tokens each request has from the replica that it is on."""
+        """Return the number of tokens that each request has from its present replica."""
         return {name: each.report.num_output for name, each in self._in_flight.items()}
 
     def move(self, moves: Sequence[Moved]) -> list[Moved]:
-        """Let requests go on elsewhere from where they are; return those that are asked to. One that has
-        ended or is not where it was, whose target is gone, or that would go on otherwise there, stays; so
-        does one that its replica cannot hand over just now."""
-        self._targets.clear()  # of earlier moves, which have been made or never will
+        """Move requests to other replicas; return the moves that were started. A request stays if it has
+        ended or is not on the source, if its target is gone or would continue it differently, or if its
+        replica cannot hand it over right now."""
+        self._targets.clear()  # earlier moves are done, or never will be
         accepts = self._members.accepting()
         made = []
         for move in moves:
@@ -162,9 +161,10 @@ class FleetRequests:
         return made
 
     def move_stalled(self) -> None:
-        """Let requests go on elsewhere that have stalled, each once on every replica that can take it. With
-        no such replica left they wait: the silence may end. While the replica computes others they wait as
-        well rather than go on by new draws. Stagings end: who waits for one may do without the replica."""
+        """Move stalled requests to other replicas, to each replica that can take it at most once. If no such
+        replica is left they wait: the silence may end. They also wait, rather than continue with new random
+        draws, while the replica computes other requests. Stagings are ended: their waiters may do without the
+        replica."""
         for number in self._members.present:
             replica = self._members[number]
             if not (stalled := replica.stalled):
@@ -182,7 +182,7 @@ class FleetRequests:
                 if not self._others(found, wanted) - course.stalled_on:
                     continue
                 course.stalled_on.add(number)
-                course.tried = set(course.stalled_on)  # who has lost it before may go on with it now
+                course.tried = set(course.stalled_on)  # replicas that lost it before may continue it now
                 course.waits_since_s = None  # until now it had a replica
                 logger.warning(
                     "request %s has stalled on replica %d, which says that it is well but sends nothing",
@@ -193,7 +193,8 @@ class FleetRequests:
                 replica.hand_over_stalled(handed_over)
 
     def _others(self, found: _InFlight, wanted: Set[Continuation]) -> set[int]:
-        """Return the replicas that could go on now, in a wanted way, with a request that another one has."""
+        """Return the replicas that could continue another replica's request now, in one of the wanted
+        ways."""
         members, rest = self._members, _rest_of(found)
         return {
             number
@@ -204,14 +205,14 @@ class FleetRequests:
         }
 
     def _continuation(self, rest: EngineRequest, number: int) -> Continuation:
-        """Tell what would come of the rest of a request on a replica."""
+        """Return how a replica would continue the rest of a request."""
         return self._members[number].continuation(rest) if rest.output_token_ids else Continuation.SAME
 
     @asynccontextmanager
     async def _serving(
         self, routing: LiveRouting, number: int, request: EngineRequest, course: _Course
     ) -> AsyncIterator[Attempt]:
-        """A request on a replica."""
+        """Yield an attempt: the request on a replica."""
         members, name = self._members, request_id_of(request.request_id)
         members.num_replayed[number] += course.is_admitted and bool(course.tried)
         course.tried.add(number)
@@ -252,18 +253,19 @@ class FleetRequests:
             if course.is_admitted:
                 await asyncio.sleep(_BUSY_S)
             elif course.tried.issuperset(members.serving):
-                raise  # as all others have
+                raise  # all others have refused it as well
             raise RequestMovedError(f"replica {number} has no room for it ({error})") from error
         finally:
             report.close()
             del self._in_flight[name]
 
     def _all_refuse(self, adapter: str | None, tried: Set[int]) -> bool:
-        """Tell whether all that take requests, or will, refuse an adapter and have just been asked for it."""
+        """Return whether all replicas that take requests, now or later, refuse an adapter and were just asked
+        for it."""
         try:
             accepts = self._members.accepting(adapter)
         except EngineDeadError:
-            return False  # there is nobody, which says more
+            return False  # there is no replica, which is reported instead
         takers = [number for number, each in enumerate(accepts) if each]
         return all(number in tried and adapter in self._members[number].refused for number in takers)
 
@@ -276,11 +278,11 @@ class FleetRequests:
             self._let_accept(routing, self._members.accepting(adapter))
             return routing.forecast(adapter, prompt_tokens, admitted)
         except (EngineDeadError, UnknownModelError):
-            return None  # whoever sends it will be told
+            return None  # the request itself will get the error
 
     def _choose(self, request: EngineRequest, failed: Set[int]) -> tuple[LiveRouting, int]:
-        """Return the number of a replica, which has the request as its load from now on in this routing.
-        Those that it was lost on are chosen only if there is no other."""
+        """Return the routing and the number of a replica, to whose load the request belongs from now on.
+        Replicas that lost it are chosen only if there is no other."""
         routing = self.routing
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
@@ -305,8 +307,8 @@ class FleetRequests:
         return routing, number
 
     def _why_not(self, number: int, adapter: str | None, *, accepts: bool, is_able: bool) -> str:
-        """Say why a request is not sent to a replica. `accepts`: it takes requests of the adapter; `is_able`:
-        it could go on with this one."""
+        """Return why a request is not sent to a replica. `accepts`: it takes requests for the adapter;
+        `is_able`: it could continue this one."""
         if accepts:
             return "had the request before" if is_able else "cannot go on with its answer"
         replica = self._members[number]
@@ -325,7 +327,8 @@ class FleetRequests:
             routing.accept(number, accepts=accepts_now)
 
     def _able_to_continue(self, request: EngineRequest, accepts: list[bool]) -> list[bool]:
-        """Return which of the replicas that take requests go on with this one, as nearly as any of them does.
+        """Return which of the accepting replicas can continue the request best: unchanged if any can, else
+        resampled.
 
         Raises EngineDeadError if none can.
         """

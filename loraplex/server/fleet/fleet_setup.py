@@ -1,4 +1,4 @@
-"""How a fleet is made: its replicas, its policy, and how patient it is with them."""
+"""The setup of a fleet: its replicas, its policy, and its timeouts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ from loraplex.server.replica import Replica
 
 MAX_REPLICAS: Final = 64
 _REST_S: Final = 5.0
-"""Longer than a connection to a machine that is gone is waited for, which has a reason of its own."""
+"""Seconds to wait for the rest; longer than the connect timeout, whose error says more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
-    """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
-    they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
-    limits them). `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if
-    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `may_lack`: replicas are
-    servers that others start: the fleet starts without those that cannot be used, if one can, and goes on
-    trying them. `rest_s`: so long after the first one can be used, it does not wait for the others any more.
-    `look`: raises LoraplexError unless the replica of this number could start; asked before one is tried
-    again, as starts wait for each other and this need not. `retry_s`: the pause before one that has failed is
-    tried again, and the longest. `clock`: that periods go by."""
+    """The parameters of a fleet and its replicas.
+
+    - `make`: creates the replica with this number, not started yet.
+    - `limits`: returns the limits of a replica that is ready.
+    - `period_s`: period of the policy's placement in seconds.
+    - `costs`: profile of any replica, used if they do not report one.
+    - `most`: the largest possible number of replicas, and why; None for the general limit.
+    - `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if it can.
+    - `num_loads_at_once`: adapters that a joining replica is given concurrently.
+    - `may_lack`: replicas are servers started by others: the fleet starts without those that cannot be used,
+      if at least one can, and keeps trying them.
+    - `rest_s`: seconds to wait for the other replicas after the first one can be used.
+    - `look`: raises LoraplexError unless the replica with this number could start; called before a retry,
+      because starts are serialized and this is not.
+    - `retry_s`: the first and the longest pause in seconds before a failed replica is tried again.
+    - `clock`: the clock for periods.
+    """
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
@@ -50,7 +57,8 @@ class FleetSetup:
 
 
 def limits_of(engine: EngineOptions) -> Callable[[Ready], Limits]:
-    """Return what tells the limits of an engine process with these options, once it is ready."""
+    """Return a function that computes the limits of an engine process with these options, once it is
+    ready."""
 
     def limits(info: Ready) -> Limits:
         assert info.num_kv_blocks is not None, "an engine process tells it"

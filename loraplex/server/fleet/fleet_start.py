@@ -1,4 +1,4 @@
-"""The start of a fleet: all replicas side by side, and adapters for those that can be used."""
+"""The start of a fleet: all replicas in parallel, and adapters for those that can be used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loraplex.server.protocol_ipc import StartProgress
 
 
 class FleetStart:
-    """Starts all replicas, from when it is made. Progress is that of the first one: all do the same side by
-    side."""
+    """Starts all replicas when it is created. The progress is that of the first one: all do the same in
+    parallel."""
 
     def __init__(
         self,
@@ -37,18 +37,19 @@ class FleetStart:
         ]
 
     async def cancel(self) -> None:
-        """End all starts that are under way."""
+        """Cancel all starts in progress."""
         for start in self._starts:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
 
     async def wait_for_all(self) -> None:
-        """Wait until all have started. Raises what the first one raises that does not."""
+        """Wait until all have started. Raises the first error."""
         await asyncio.gather(*self._starts)
 
     async def wait_for_some(self, rest_s: float) -> dict[int, LoraplexError]:
-        """Wait for those that start, and for the others no longer than `rest_s` from when the first one can
-        be used; return what is wrong with these, by number. Raises what is wrong with each if none starts."""
+        """Wait for those that start, and for the others at most `rest_s` seconds from when the first one can
+        be used; return the errors of these, by number. Raises an error that names all reasons if none
+        starts."""
         late = await self._give_up_late(rest_s)
         results = await asyncio.gather(*self._starts, return_exceptions=True)
         errors: dict[int, LoraplexError] = {}
@@ -64,13 +65,13 @@ class FleetStart:
         return errors
 
     async def _give_up_late(self, rest_s: float) -> dict[int, str]:
-        """Cancel the starts of those that are not usable some time after the first one is; return why. No
-        adapter would be added before, as that waits for all that start."""
+        """Cancel the starts of replicas that are not usable `rest_s` seconds after the first one is; return
+        the reasons. No adapter is added before that, since adding waits for all that start."""
         starts, usable = self._starts, self._usable
         first = asyncio.create_task(usable.first.wait())
         pending: set[asyncio.Task[Any]] = set(starts)
         try:
-            # One that needs no adapters is usable when it has started.
+            # A replica that needs no adapters is usable once it has started.
             while pending and not first.done() and not any(map(_has_started, starts)):
                 done, _ = await asyncio.wait([*pending, first], return_when=asyncio.FIRST_COMPLETED)
                 pending -= done
@@ -90,7 +91,8 @@ class FleetStart:
 
 
 class Deferred:
-    """A coroutine that is made when it is awaited: a start that fails before that leaves none behind."""
+    """A coroutine that is created when it is awaited, so that a start which fails earlier leaves none
+    behind."""
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._function = function
@@ -100,14 +102,14 @@ class Deferred:
 
 
 class _Usable:
-    """The replicas that have begun to take adapters, by number. `first`: one of them has."""
+    """The numbers of the replicas that accept adapters. `first`: set when there is one."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self.first = asyncio.Event()
 
     async def wait_for(self, number: int, adding: asyncio.Future[object]) -> None:
-        """Wait for the adapters on behalf of a replica, which takes them from now on."""
+        """Record that a replica accepts adapters from now on, and wait until they are added."""
         self.numbers.add(number)
         self.first.set()
         await _finished(adding)
@@ -118,8 +120,8 @@ def _has_started(start: asyncio.Task[None]) -> bool:
 
 
 def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
-    """Return one error for servers of which none can be used: what is wrong with each, first with those that
-    have said so themselves."""
+    """Return one error for servers of which none can be used, with the reason of each; those that answered
+    come first."""
     telling = sorted(errors, key=lambda error: isinstance(error, BackendAwayError))
     reasons = list(dict.fromkeys(map(str, telling)))
     if len(reasons) == 1:
@@ -129,6 +131,6 @@ def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
 
 
 async def _finished(task: asyncio.Future[object]) -> None:
-    """Wait for a task that others wait for as well: who stops waiting does not end it."""
+    """Wait for a task that others wait for too: cancelling one waiter does not cancel it."""
     await asyncio.wait([task])
     task.result()

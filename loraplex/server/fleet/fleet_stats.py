@@ -1,4 +1,4 @@
-"""Figures of several replicas as those of one engine."""
+"""Combine the figures of several replicas into those of one engine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Final, NamedTuple
 from loraplex.core.stats import AdapterStats, EngineStats
 
 _TIERS: Final = ("disk", "host", "loading", "device")
-"""Where an adapter may be, the nearest to its use last."""
+"""Tiers of an adapter, the fastest last."""
 
 _COUNTERS: Final = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_steps", "adapter_file_reads"),
     *("adapter_fetches", "adapter_bytes_fetched", "adapter_fetch_failures"),
 )
-"""The figures of an engine that only grow, until it starts anew."""
+"""The figures of an engine that only grow, until it restarts."""
 
 
 class NewCounts(NamedTuple):
-    """What a report adds to those before."""
+    """The increments of a report over the previous one."""
 
     adapter_loads: int
     adapter_fetches: int
 
 
 class LastingCounters:
-    """Sums of what engines count that outlive them: one that starts anew counts from zero, and one that
-    leaves takes its counts along."""
+    """Sums of engines' counters that outlive the engines: a restarted engine counts from zero, and the counts
+    of one that leaves would be lost."""
 
     def __init__(self) -> None:
         self._reported: dict[int, dict[str, int]] = {}  # by engine and counter, or version for its loads
@@ -36,10 +36,10 @@ class LastingCounters:
         self._loads: Counter[str] = Counter()
 
     def saw(self, number: int, stats: EngineStats) -> NewCounts:
-        """Add what this engine, or the one before it under this number, has not reported yet; reports have to
-        be told in the order they were made. Loads count of versions that are known.
+        """Add what this engine, or its predecessor under this number, has not reported yet. Reports must be
+        passed in the order they were made. Loads are counted only for known versions.
 
-        An engine that is away for a while reports zeros, which say nothing.
+        An engine that is temporarily away reports zeros, which are ignored.
         """
         reported = self._reported.setdefault(number, {})
         for name in _COUNTERS:
@@ -54,7 +54,7 @@ class LastingCounters:
         return NewCounts(num_loads, num_fetches)
 
     def lasting(self, stats: EngineStats) -> EngineStats:
-        """Return figures with the sums in place of their counters."""
+        """Return figures with their counters replaced by the sums."""
         return replace(
             stats,
             **{name: self._totals[name] for name in _COUNTERS},
@@ -69,7 +69,7 @@ class LastingCounters:
         self._loads.setdefault(version, 0)
 
     def forget(self, version: str) -> None:
-        """Count nothing of a version any more. An engine may still report it for a moment."""
+        """Stop counting a version. An engine may still report it for a moment."""
         self._loads.pop(version, None)
         for reported in self._reported.values():
             reported.pop(version, None)
@@ -83,7 +83,7 @@ def _added(reported: dict[str, int], name: str, count: int) -> int:
 
 
 def sum_of(each: Sequence[EngineStats]) -> EngineStats:
-    """Return the sums over all replicas; an adapter is where it is nearest to its use."""
+    """Return the sums over all replicas; the tier of an adapter is the fastest that any has it in."""
     adapters: dict[str, AdapterStats] = {}
     for stats in each:
         for adapter in stats.adapters:
@@ -108,6 +108,6 @@ def _merged(one: AdapterStats | None, other: AdapterStats) -> AdapterStats:
 
 
 def _bytes_of_both(one: AdapterStats, other: AdapterStats) -> int:
-    """Return the memory that both take; what it would take of one, if neither has it in memory."""
+    """Return the memory that both take; if neither has it in memory, what one would take."""
     held = [each.num_bytes for each in (one, other) if each.tier != "disk"]
     return sum(held) if held else max(one.num_bytes, other.num_bytes)

@@ -1,4 +1,4 @@
-"""Costs for routers of replicas that nobody has measured."""
+"""Guessed costs for routing to replicas without a measured profile."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.subject import Subject, shape_key
 
 ELSEWHERE: Final = "servers behind --backend"
-"""The machine of replicas that `loraplex profile` cannot measure."""
+"""Machine name for replicas that `loraplex profile` cannot measure."""
 
 
 def guessed_costs(
     shape: ModelShape, device: str, num_threads: int | None = None, *, machine: str | None = None
 ) -> CostModel:
-    """Return costs in the right proportions; the replicas are alike, so that routers need no more. `machine`:
-    what they run on, by default the processor of this machine."""
+    """Return costs in the right proportions, which is enough for routing since the replicas are alike.
+    `machine`: the machine they run on, by default the processor of this one."""
     dtype, element_bytes = ("bfloat16", 2) if device == "cuda" else ("float32", 4)
     subject = Subject(
         machine=machine or f"{num_cores()} cores of {cpu_model()}",

@@ -1,4 +1,4 @@
-"""Which replicas hold which adapters, as they report it and as it is taken to be in between."""
+"""Track which replicas have which adapters, from their reports and from requests in between."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from loraplex.server.fleet.routing_events import Holds, Lost, RoutingEvent
 
 
 class Held(NamedTuple):
-    """Where a replica has an adapter."""
+    """The memories in which a replica has an adapter."""
 
     on_device: bool = False
     on_host: bool = False
 
 
 class HeldAdapters:
-    """Keeps the tiers that routers see up to date. Everything that is news is an event."""
+    """Keeps the tiers that routers see up to date. Every change is recorded as an event."""
 
     def __init__(
         self, tiers: AdapterTiers, numbers: Mapping[str, int], record: Callable[[RoutingEvent], None]
     ) -> None:
-        """`numbers`: of the versions that are known, which may become more."""
+        """`numbers`: the numbers of the known versions; more may be added later."""
         self._tiers = tiers
         self._numbers = numbers
         self._record = record
-        self._held: dict[tuple[int, str], Held] = {}  # of each replica, the one used last is last
+        self._held: dict[tuple[int, str], Held] = {}  # within each replica the last used is last
 
     def has(self, replica: int, version: str) -> bool:
-        """Tell whether a replica has a version in its memory, as far as that is known."""
+        """Return whether a replica has a version in its memory, as far as known."""
         return (replica, version) in self._held
 
     def events(self) -> Iterator[Holds]:
-        """Yield all that is known."""
+        """Yield everything that is known, as events."""
         for (replica, version), held in self._held.items():
             yield _holds(replica, version, held)
 
     def set(self, replica: int, version: str, held: Held) -> None:
-        """Record where a replica has an adapter, if that is news."""
+        """Record where a replica has an adapter, if that has changed."""
         key, number, tiers = (replica, version), self._numbers[version], self._tiers
         if held == self._held.get(key, Held()):
             return
@@ -51,8 +51,9 @@ class HeldAdapters:
         (tiers.staged if held.on_host else tiers.dropped)(replica, number)
 
     def use(self, replica: int, version: str, most: int | None) -> None:
-        """Record that a replica will compute with an adapter. Where only so many have a place (`most`), the
-        one used longest ago makes way: a server that does not tell what it holds is taken to do so."""
+        """Record that a replica will compute with an adapter. If it can have only `most` adapters, the least
+        recently used one is taken to be evicted, which servers that do not report their adapters presumably
+        do."""
         key, all_held = (replica, version), self._held
         self.set(replica, version, all_held.get(key, Held())._replace(on_device=True))
         all_held[key] = all_held.pop(key)
@@ -62,14 +63,14 @@ class HeldAdapters:
                 self.set(replica, oldest, all_held[replica, oldest]._replace(on_device=False))
 
     def forget(self, version: str) -> None:
-        """Record nothing of a version any more that is removed from all replicas."""
+        """Forget a version that is removed from all replicas."""
         for key in [key for key in self._held if key[1] == version]:
             del self._held[key]
             self._tiers.evicted(key[0], self._numbers[version])
             self._tiers.dropped(key[0], self._numbers[version])
 
     def lose(self, replica: int) -> None:
-        """Record that a replica is down, and holds nothing any more."""
+        """Record that a replica is down and has lost all adapters."""
         lost = [version for where, version in self._held if where == replica]
         if lost:
             self._record(Lost(replica=replica))

@@ -1,6 +1,6 @@
-"""A replica that is a server which already runs somewhere, stock vLLM or loraplex, driven over HTTP.
+"""A replica that is a server already running elsewhere, stock vLLM or loraplex, used over HTTP.
 
-Its requests and adapters; how it stands, and when it is back, is known by the watch over it (`server_watch`).
+This module handles its requests and adapters; `server_watch` tracks its state and its return.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HttpReplica:
             on_trouble=watch.doubt,
         )
         self.failed = asyncio.Event()
-        """Never set: whoever started the server brings it back."""
+        """Never set: the server is restarted by whoever started it."""
 
     @property
     def url(self) -> str:
@@ -135,7 +135,7 @@ class HttpReplica:
         await self._watch.start(on_progress, add_adapters)
 
     async def close(self) -> None:
-        """See SupervisedEngine. What runs on the server for this replica is cancelled there."""
+        """See SupervisedEngine. Requests of this replica are cancelled on the server."""
         await self._watch.close()
         await self._adapters.close()
         await self._http.close()
@@ -161,8 +161,8 @@ class HttpReplica:
         except UnreachableError as error:
             if not wait.has_tokens:
                 self._watch.note_drop(era, error, is_cut=True)
-            # The server has outlived the request. Where connections break before any token, it would be sent
-            # for ever if that did not count.
+            # The server has outlived the request. Errors before any token must count as deaths, or the
+            # request would be sent forever.
             if wait.has_tokens and await self._watch.answers():
                 raise RequestMovedError(str(error)) from error
             raise
@@ -170,9 +170,9 @@ class HttpReplica:
             self._in_flight.end(request.adapter)
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
-        """See AsyncEngine. While the server is away this only notes the adapter: it will be known again
-        before any request is. One that the server refuses stays noted until it is removed: the server may
-        take it later."""
+        """See AsyncEngine. While the server is away this only records the adapter, which is loaded before any
+        request is sent. One that the server refuses stays wanted until it is removed: the server may accept
+        it later."""
         if self._watch.life.state is EngineState.STARTING:
             await self._watch.life.takes_adapters.wait()
         self._watch.life.raise_if_gone()
@@ -184,11 +184,11 @@ class HttpReplica:
         except EngineClosedError:
             raise
         except EngineDeadError:
-            self._watch.look.set()  # noted, and loaded when the server is there again
+            self._watch.look.set()  # recorded, and loaded when the server is back
 
     async def stage_adapter(self, version: str) -> None:
         """See AsyncEngine. Another front may unload the version more than once meanwhile: when it loads the
-        same one, and when it gives that up, as long as the registry does not have it."""
+        same one, and when it gives that up, as long as the version is not in the registry."""
         try:
             await answer_once(self, version)
         except ModelUnknownError:
@@ -196,8 +196,8 @@ class HttpReplica:
             await answer_once(self, version)
 
     async def remove_adapter(self, version: str) -> None:
-        """See AsyncEngine. Also returns if the server goes away first; it then forgets the version when it is
-        there again."""
+        """See AsyncEngine. Also returns if the server goes away first; the version is then unloaded when it
+        is back."""
         may_have_it = self._adapters.forget(version)
         await self._in_flight.wait_idle(version)
         if not may_have_it or not self._watch.life.takes_adapters.is_set():
@@ -210,7 +210,7 @@ class HttpReplica:
             self._watch.look.set()
 
     async def stats(self) -> EngineStats:
-        """See EngineClient.stats. All zero while the server is away."""
+        """See EngineClient.stats. All are zero while the server is away."""
         return await self._watch.stats()
 
 

@@ -1,4 +1,4 @@
-"""How patient a replica is that is a server elsewhere."""
+"""Timeouts and other options of a replica that is a server elsewhere."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from loraplex.server.fleet.backend_adapters import IsRegistered, SeenPath
 
 @dataclass(frozen=True, kw_only=True)
 class HttpReplicaOptions:
-    """How patient a replica is.
+    """Timeouts and other options of a replica.
 
-    `ready_timeout_s`: how long a request waits for a server that is away; not at all by default, as a fleet
-    has other replicas. A server that has sent nothing for `silence_s`, not even to a question after its
-    health, is taken for dead; it is asked every `busy_interval_s` while requests wait for it, else every
-    `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here, and
-    `is_registered` whether another front of the server may want a version that this one does not. Adapters
-    that the server refuses are offered again every `refused_retry_s`. `aside_s`: the first and the longest
-    pause of a server that drops requests. A stream that is silent for `stall_s`, and longer where requests
-    are long or the server computes others, has stalled (`stalled_streams`). An answer with a token beyond
-    `vocab_size` cannot be read.
+    `ready_timeout_s`: seconds that a request waits for a server that is away; by default it does not wait, as
+    a fleet has other replicas. A server that has sent nothing for `silence_s` seconds, not even an answer to
+    a health check, is taken for dead; it is checked every `busy_interval_s` seconds while requests wait for
+    it, else every `idle_interval_s`. `seen_path` returns where the server finds a version's files, if not at
+    the same path, and `is_registered` returns whether another front of the server may want a version that
+    this one does not. Refused adapters are offered again every `refused_retry_s` seconds. `aside_s`: the
+    first and the longest pause in seconds of a server that drops requests. A stream that is silent for
+    `stall_s` seconds, or longer if requests are long or the server computes others, has stalled
+    (`stalled_streams`). An answer with a token beyond `vocab_size` is an error.
     """
 
     call_timeout_s: float = 30.0

@@ -1,4 +1,5 @@
-"""The fleet's controller over live replicas: adapters and requests have names here, and numbers there."""
+"""The fleet's controller over live replicas, which maps names of adapters and requests to the controller's
+numbers."""
 
 from __future__ import annotations
 
@@ -53,37 +54,37 @@ from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.shadow_twin import TwinSubject
 
 _ELEMENT_BYTES: Final = 2
-"""Bytes of a LoRA parameter in memory; where it has four, all adapters are equally underestimated."""
+"""Bytes of a LoRA parameter in memory; where it has four, all adapters are underestimated equally."""
 _STEP_TOKENS: Final = 2048
-"""Tokens of a step, of replicas that do not tell."""
+"""Tokens of a step, assumed for replicas that do not report it."""
 
 _MAX_GONE: Final = 1000
-"""Versions that are gone and still have their numbers, unless more than that are there."""
+"""Number of removed versions that may keep their numbers, unless more versions are there."""
 
 
 class Tick(NamedTuple):
-    """A decision, and what has to be done for it: replicas bring in versions, requests move."""
+    """A decision, and its actions: versions that replicas load, requests that move."""
 
     event: Ticked
     stages: list[tuple[int, str]]
 
 
 class LiveRouting:
-    """Decides which replica serves a request and where adapters live, by a policy that the twin simulates as
-    well. A request keeps its name over the replicas that it is sent to one after the other.
+    """Decides which replica serves a request and where adapters are placed, by a policy that the twin also
+    simulates. A request keeps its name across the replicas that it is sent to.
 
-    All that it is told and decides is an event (`routing_events`). `state` holds it in events as well, and a
-    routing that begins with these decides as this one does after `begin`.
+    Every input and decision is an event (`routing_events`). `state` also returns the state as events: a
+    routing that begins with them decides as this one does after `begin`.
     """
 
     def __init__(self, events: Iterable[RoutingEvent], record: Callable[[RoutingEvent], None] | None = None):
-        """`events`: `Began` and what else there is to begin with. `record`: called with every event from then
-        on, in its order."""
+        """`events`: `Began` and any further initial events. `record`: called with every later event, in
+        order."""
         self._recorder = record
         self.begin(events)
 
     def begin(self, events: Iterable[RoutingEvent]) -> None:
-        """Forget everything, and begin with these events."""
+        """Reset all state, and begin with these events."""
         first, *others = events
         assert isinstance(first, Began)
         self._is_beginning = True
@@ -109,14 +110,13 @@ class LiveRouting:
             device_bytes=first.device_bytes,
             now_s=first.now_s,
         )
-        self._num_given = 0  # adapters that the controller has
+        self._num_given = 0  # number of adapters that the controller has
         for event in others:
             self.apply(event)
         self._is_beginning = False
 
     def state(self) -> Iterator[RoutingEvent]:
-        """Yield the events to begin with so as to know what is known now. Versions that are gone, and that
-        no request has, are forgotten."""
+        """Yield events that recreate the present state. Removed versions that no request uses are omitted."""
         load = self.view.load
         yield msgspec.structs.replace(
             self._began, mean_tokens=load.answers.mean_tokens, limits=list(self._limits)
@@ -148,7 +148,7 @@ class LiveRouting:
         yield plan_state(self._current().state(), kept)
 
     def apply(self, event: RoutingEvent) -> Decision | None:
-        """Take over an event of another routing; return a decision as this one makes it."""
+        """Apply an event of another routing; return a decision as this one makes it."""
         match event:
             case AdapterKnown(version=version, rank=rank, num_bytes=num_bytes):
                 self._add(version, rank, num_bytes)
@@ -208,8 +208,9 @@ class LiveRouting:
         to: int | None = None,
         rejected: Mapping[int, str] | None = None,
     ) -> int:
-        """Return the replica that serves a request, which counts as its load until `ended`. `to`: the replica
-        that it migrates to, if it is not to be chosen. `rejected`: why others accept none, for the log.
+        """Return the replica that serves a request, to whose load it belongs until `ended`. `to`: the replica
+        that it migrates to, which is then not chosen by the router. `rejected`: why other replicas do not
+        accept it, for the log.
 
         Raises UnknownModelError for a version that was never added, and CapacityError while no replica
         accepts requests.
@@ -237,8 +238,8 @@ class LiveRouting:
         return replica
 
     def forecast(self, version: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast:
-        """Predict the first token of a request that would come now, and change nothing; raises as `route`
-        does. `admitted`: see `fleet.first_token.forecast`."""
+        """Predict the first token of a request that would arrive now, without changing anything; raises as
+        `route` does. `admitted`: see `fleet.first_token.forecast`."""
         view, request = self.view, self.request_of(version, prompt_tokens)
         replica = self._current().would_choose(request)
         memory = self._costs.memory
@@ -258,15 +259,16 @@ class LiveRouting:
 
     @property
     def next_tick_s(self) -> float:
-        """Return the time at which a period ends; infinite if nothing is decided by time."""
+        """The time in seconds at which the present period ends; infinite if nothing is decided by time."""
         return self._controller.next_tick_s
 
     def tick(
         self, now_s: float, serving: Collection[int], num_output: Callable[[], Mapping[str, int]]
     ) -> Tick | None:
-        """Place adapters and let requests move, if it is time, or as replicas and adapters came and went.
-        None if there is nothing to decide. `serving`: the replicas that take requests; while there is none,
-        nothing is decided. `num_output`: tokens of each answer so far, from the replica that it is on.
+        """Place adapters and migrate requests, if a period has ended or replicas or adapters have changed.
+        Return None if there is nothing to decide. `serving`: the replicas that take requests; while there are
+        none, nothing is decided. `num_output`: returns the output tokens of each request on its present
+        replica.
         """
         controller = self._current()
         if not serving or not controller.has_to_decide(now_s, frozenset(serving)):
@@ -299,8 +301,8 @@ class LiveRouting:
         return Tick(event, [(replica, versions[number]) for replica, number in stages])
 
     def staged(self, replica: int, version: str, *, is_there: bool) -> None:
-        """Record that a replica has brought in a version, or that it could not. One that is gone by now
-        counts for nothing."""
+        """Record that a replica has loaded a version, or could not. Ignored if the version was removed
+        meanwhile."""
         if version not in self._numbers or version in self._removed:
             return
         self._record(Staged(replica=replica, version=version, is_there=is_there))
@@ -309,25 +311,25 @@ class LiveRouting:
         self._current().staged(replica, self._numbers[version], is_there=is_there)
 
     def wants(self, replica: int, version: str) -> bool:
-        """Tell whether a replica that was asked to bring in a version still has to."""
+        """Return whether a replica that was asked to load a version still has to."""
         if version not in self._numbers or version in self._removed:
             return False
         return self._current().wants(replica, self._numbers[version])
 
     def placed_on(self, version: str) -> Entry | None:
-        """Return the replicas that the plan gives a version to; None if there is no plan."""
+        """Return the replicas that the placement gives a version to; None if there is no plan."""
         number = self._numbers.get(version)
         self._current()
         plan = self.view.plan
         return None if plan is None or number is None else Entry(plan.replicas[number], plan.shares[number])
 
     def has(self, replica: int, version: str) -> bool:
-        """Tell whether a replica has a version in its memory, as far as that is known."""
+        """Return whether a replica has a version in its memory, as far as known."""
         return self._held.has(replica, version)
 
     @property
     def is_everywhere(self) -> bool:
-        """Tell whether every replica is placed with all adapters, as there is no plan."""
+        """Return whether every replica is placed with all adapters, because there is no plan."""
         return self.view.plan is None
 
     def placed(self) -> list[list[str]]:
@@ -345,18 +347,18 @@ class LiveRouting:
     # ---- replicas
 
     def join(self, replica: int, limits: Limits) -> None:
-        """Have one replica more, or another one, which holds nothing yet, in the place of one that left."""
+        """Add a replica, or replace one that left by a new one, which has no adapters yet."""
         self.lost(replica)
         self._record(Joined(replica=replica, limits=limits))
         self._limits[replica : replica + 1] = [limits]
         self._current().join(replica, _limits(limits))
 
     def lost(self, replica: int) -> None:
-        """Record that a replica is down, and holds nothing any more."""
+        """Record that a replica is down and has lost all adapters."""
         self._held.lose(replica)
 
     def accept(self, replica: int, *, accepts: bool) -> None:
-        """Send a replica requests from now on, or none."""
+        """Set whether a replica is sent requests from now on."""
         if bool(self.view.load.accepts[replica]) is accepts:
             return
         if accepts:
@@ -366,17 +368,17 @@ class LiveRouting:
         self._record(Accepts(replica=replica, accepts=accepts))
 
     def num_in_flight(self, replica: int) -> int:
-        """Return how many requests were sent to a replica and have not ended."""
+        """Return the number of requests that were sent to a replica and have not ended."""
         return int(self.view.load.everything.num_requests[replica])
 
     # ---- adapters
 
     def add(self, spec: AdapterSpec) -> None:
-        """Make a version known. Its number stays when it is removed, as it may come back."""
+        """Add a version. It keeps its number when it is removed, as it may come back."""
         self._add(spec.version, spec.max_rank, max(spec.num_params * _ELEMENT_BYTES, 1))
 
     def twin(self, costs: str, recent: RecentRequests) -> TwinSubject:
-        """Return what a twin of the replicas needs to serve their requests again."""
+        """Return what a twin of the replicas needs to replay their requests."""
         return TwinSubject(
             costs=costs,
             max_running=int(self.view.load.max_running.min()),
@@ -385,19 +387,19 @@ class LiveRouting:
         )
 
     def saw(self, replica: int, stats: EngineStats) -> None:
-        """Take over which adapters a replica says to hold, and in which memory."""
-        # Without a device, adapters are used where they are read to.
+        """Record which adapters a replica reports, and in which memory."""
+        # Without a device, adapters are used from host memory.
         ready = ("device", "loading") if stats.device_arena_bytes else ("device", "loading", "host")
         for adapter in stats.adapters:
             is_absent = adapter.tier == "disk" and not adapter.in_flight
             if is_absent and not self._held.has(replica, adapter.version):
-                continue  # no news, as of most where there are thousands
+                continue  # unchanged, as are most when there are thousands
             if adapter.version in self._numbers and adapter.version not in self._removed:
                 on_device = adapter.tier in ready or adapter.in_flight > 0
                 self._held.set(replica, adapter.version, Held(on_device, adapter.tier == "host"))
 
     def remove(self, version: str) -> None:
-        """Give a version no place any more. Requests that have it go on."""
+        """Remove a version from the placement. Requests that use it continue."""
         if version in self._removed or version not in self._numbers:
             return
         self._removed.add(version)
@@ -407,8 +409,8 @@ class LiveRouting:
 
     @property
     def has_many_gone(self) -> bool:
-        """Tell whether the routing should begin anew with its `state`, in which versions that are gone have
-        no numbers any more."""
+        """Return whether the routing should begin again with its `state`, in which removed versions have no
+        numbers."""
         return len(self._removed) > max(_MAX_GONE, len(self._numbers) // 2)
 
     def _add(self, version: str, rank: int, num_bytes: int) -> None:
@@ -424,11 +426,11 @@ class LiveRouting:
         self._record(AdapterKnown(version=version, rank=rank, num_bytes=num_bytes))
 
     def _record(self, event: RoutingEvent) -> None:
-        """Report an event; what a routing begins with is known to whoever keeps the record."""
+        """Report an event, except initial ones, which the recorder already has."""
         if self._recorder is not None and not self._is_beginning:
             self._recorder(event)
 
-    # ---- what loads take (fleet.view.AdapterMoves)
+    # ---- costs of loads (fleet.view.AdapterMoves)
 
     def from_host_s(self, adapter: int) -> float:
         return self._costs.copy_s(self._bytes[adapter])
@@ -437,7 +439,7 @@ class LiveRouting:
         return self._costs.read_s(self._bytes[adapter])
 
     def _current(self) -> LiveController:
-        """Return the controller, with all adapters: many may be added before anybody asks for it."""
+        """Return the controller with all adapters: many may be added before it is used."""
         num_given, self._num_given = self._num_given, len(self._ranks)
         if num_given < len(self._ranks):
             rank_bytes = sum(self._bytes) / sum(self._ranks)

@@ -1,4 +1,4 @@
-"""Signs of life of a server elsewhere, and a way to wake those who wait for it in vain."""
+"""Signs of life of a server elsewhere, and a way to end waits when it is given up."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from loraplex.core.errors import EngineDeadError
 
 
 class Liveness:
-    """Waits for a server without a limit of their own, which all end when the server is given up.
+    """Waits for a server that have no timeout, which all end when the server is given up.
 
-    A connection that is cut wakes its reader by itself. One to a machine that is gone, or to a process that
-    is stopped, stays silent for ever: only whoever watches the server can tell, and calls `give_up`.
+    A cut connection wakes its reader by itself. A connection to a machine that is gone, or to a stopped
+    process, stays silent forever: only the watch over the server detects that, and calls `give_up`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -25,20 +25,20 @@ class Liveness:
         self._readers: set[aiohttp.StreamReader] = set()
         self._reason: EngineDeadError | None = None
         self.era = 0
-        """Changes whenever the server is given up."""
+        """Counter that grows whenever the server is given up."""
         self.heard_s = clock.now_s()
-        """When the server sent anything last."""
+        """Time when the server last sent anything."""
 
     def heard(self) -> None:
         self.heard_s = self._clock.now_s()
 
     def give_up(self, reason: EngineDeadError) -> None:
-        """End all waits that were begun so far with `reason`."""
+        """End all waits begun so far with `reason`."""
         self.era += 1
         self._reason = reason
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            if not wait.expired():  # else it has been ended by itself, and is about to raise
+            if not wait.expired():  # else it was ended individually, and is about to raise
                 wait.reschedule(now)
         for reader in self._readers:
             reader.set_exception(self._error())
@@ -47,8 +47,8 @@ class Liveness:
 
     @asynccontextmanager
     async def waiting(self, era: int) -> AsyncIterator[asyncio.Timeout]:
-        """Wait for the server inside of this; raises the reason if it is given up, or was since `era`. Yields
-        what this one wait can be ended by: then it raises TimeoutError."""
+        """Wait for the server inside this context; raises the reason if it is given up, or was since `era`.
+        Yields the timeout by which this single wait can be ended: it then raises TimeoutError."""
         self._check(era)
         wait = asyncio.timeout(None)
         try:
@@ -63,7 +63,7 @@ class Liveness:
 
     @contextmanager
     def reading(self, reader: aiohttp.StreamReader, era: int) -> Iterator[None]:
-        """Read from the server inside of this, which costs nothing for each read."""
+        """Read from the server inside this context, at no extra cost per read."""
         self._check(era)
         self._readers.add(reader)
         try:
@@ -76,6 +76,6 @@ class Liveness:
             raise self._error()
 
     def _error(self) -> EngineDeadError:
-        """A fresh error: one that is raised in many places would collect all their tracebacks."""
+        """Return a new error: one raised in many places would collect all their tracebacks."""
         assert self._reason is not None
         return type(self._reason)(str(self._reason))

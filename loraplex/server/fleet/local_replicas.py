@@ -1,4 +1,4 @@
-"""Replicas on this machine: engine processes, each with GPUs or cores of its own."""
+"""Replicas on this machine: engine processes, each with its own GPUs or cores."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def local_fleet(
     factory: str,
     log: DecisionLog | None = None,
 ) -> FleetEngine:
-    """Return a fleet of engine processes on this machine, which is not started yet.
+    """Return a fleet of engine processes on this machine, not started yet.
 
-    Raises UserError for a policy that cannot be, and where there are too few GPUs or is too little memory.
+    Raises UserError for a policy that is not possible, and if there are too few GPUs or too little memory.
     """
     gpus = _gpus() if engine.device != "cpu" else ()
     check_live_policy(policy, shares_memory=bool(gpus))
@@ -56,7 +56,7 @@ def local_fleet(
     pool = PoolDirectory()
 
     def make(number: int) -> EngineClient:
-        """Make the replica of this number, with GPUs of its own."""
+        """Create the replica with this number, with its own GPUs."""
         own = gpus[number * engine.tensor_parallel : (number + 1) * engine.tensor_parallel]
         env = {_VISIBLE: ",".join(own)} if own else {}
         return EngineClient(
@@ -79,7 +79,7 @@ def local_fleet(
 
 
 def process_name(number: int) -> str:
-    """Return what the engine process of a replica is called in logs and errors."""
+    """Return the name of a replica's engine process in logs and errors."""
     return f"the engine process of replica {number}"
 
 
@@ -92,7 +92,7 @@ def _most_on_gpus(engine: EngineOptions, gpus: tuple[str, ...]) -> tuple[int, st
 def _most_in_memory(engine: EngineOptions) -> tuple[int, str] | None:
     """Return how many replicas on a CPU have room for their KV caches, and why; None if no size was given.
 
-    Each of them by itself finds the whole machine free when it starts.
+    This is checked here because each replica alone finds the whole machine free when it starts.
     """
     if engine.kv_memory_bytes is None:
         return None

@@ -1,4 +1,4 @@
-"""Where servers of this machine keep their decisions, and what the versions in them are called."""
+"""The places where servers of this machine keep their decisions, and the names of the versions in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from loraplex.adapters.registry import DATABASE_FILE
 
 DEMO_PREFIX: Final = "loraplex-demo-"
-"""The state of a demo is in a folder that begins so, among the temporary ones, for as long as it runs."""
+"""Prefix of the temporary folder that holds the state of a demo while it runs."""
 _NAMES: Final = (
     "SELECT DISTINCT name FROM adapters WHERE version = ?1 OR instr(canary, ?1) > 0 "
     "OR instr(previous, ?1) > 0 ORDER BY version != ?1, name"
@@ -20,7 +20,7 @@ _NAMES: Final = (
 
 
 def demo_state_dirs() -> list[Path]:
-    """Return the state folders of this user's demos that run, the latest first."""
+    """Return the state folders of this user's running demos, the latest first."""
     found = []
     for path in Path(tempfile.gettempdir()).glob(f"{DEMO_PREFIX}*"):
         try:
@@ -33,8 +33,8 @@ def demo_state_dirs() -> list[Path]:
 
 
 def names_of(state_dir: Path, version: str) -> list[str]:
-    """Return the names that stand for a version, or did: those that still do first. None are known if its
-    adapter was unloaded since, or the registry cannot be read."""
+    """Return the names that stand for a version, or did, present ones first. Empty if its adapter was
+    unloaded since, or the registry cannot be read."""
     path = state_dir / DATABASE_FILE
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:

@@ -1,4 +1,4 @@
-"""The replicas of a fleet by number: which are there, which take requests, and how they stand together.
+"""The replicas of a fleet by number: which are present, which take requests, and their common status.
 
 A replica keeps its number. One that has left is closed; another may come back under its number.
 """
@@ -23,12 +23,13 @@ _GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
 
 
 def is_gone(replica: Replica) -> bool:
-    """Tell whether a replica has failed or left."""
+    """Return whether a replica has failed or left."""
     return replica.status.state in _GONE
 
 
 class Members:
-    """Replicas, and which of them are drained. `are_servers`: others start them, and bring them back."""
+    """The replicas, and which of them are drained. `are_servers`: they are servers that others start and
+    restart."""
 
     def __init__(self, replicas: list[Replica], *, are_servers: bool = False) -> None:
         self._replicas = replicas
@@ -37,19 +38,19 @@ class Members:
         self._leaving: set[int] = set()
         self._replaced: set[int] = set()
         self.lost: dict[int, str] = {}
-        """Those that did not start, when the fleet did or to replace one that left, and why; they are tried
-        again."""
-        self._num_restarts: Counter[int] = Counter()  # of those that had each number before
+        """Replicas that did not start, with the fleet or to replace one that left, with the reasons; they are
+        tried again."""
+        self._num_restarts: Counter[int] = Counter()  # of earlier replicas with the same number
         self.num_sent: Counter[int] = Counter()
-        """Requests that each was ever sent."""
+        """Number of requests ever sent to each replica."""
         self.num_replayed: Counter[int] = Counter()
-        """Those of them that another one had before."""
+        """Number of these that another replica had before."""
         self.num_hits: Counter[int] = Counter()
-        """Those of them that found their adapter in memory or on its way there."""
+        """Number of these that found their adapter in memory or being loaded."""
         self.num_loads: Counter[int] = Counter()
-        """Loads of adapters by each, as far as they were reported."""
+        """Number of adapter loads by each replica, as far as reported."""
         self.num_fetches: Counter[int] = Counter()
-        """Adapters that each has copied from others."""
+        """Number of adapters that each replica has copied from others."""
         self._counters = LastingCounters()
 
     def __getitem__(self, number: int) -> Replica:
@@ -59,7 +60,7 @@ class Members:
         return iter(self._replicas)
 
     def put(self, number: int, replica: Replica) -> None:
-        """Let a replica take a number that is free, or the next one; it takes requests from now on."""
+        """Put a replica under a number that is free, or the next one; it takes requests from now on."""
         if number < len(self._replicas):
             is_restart = number in self._replaced and not self.are_servers
             self._num_restarts[number] += self._replicas[number].status.num_restarts + is_restart
@@ -72,57 +73,57 @@ class Members:
 
     @property
     def present(self) -> list[int]:
-        """The numbers of those that have not left."""
+        """The numbers of the replicas that have not left."""
         return [n for n, each in enumerate(self._replicas) if each.status.state is not EngineState.CLOSED]
 
     @property
     def meant(self) -> list[int]:
-        """The numbers of those that are to be there: present, or lost and tried again."""
+        """The numbers of the replicas that should be there: present, or lost and tried again."""
         return sorted({*self.present, *self.lost})
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether every one has failed or left."""
+        """Return whether every replica has failed or left."""
         return all(map(is_gone, self._replicas))
 
     def alive(self) -> list[Replica]:
-        """Return those that are there or on their way; all if there is none. One that was given up is told of
-        adapters when it joins anew."""
+        """Return the replicas that are present or starting; all if there are none. One that was given up gets
+        its adapters when it joins again."""
         return [each for each in self._replicas if not is_gone(each)] or list(self._replicas)
 
     def sent(self, number: int) -> None:
-        """Count a request that a replica is sent, also for the request's line in the log."""
+        """Count a request sent to a replica, also for the request's line in the log."""
         self.num_sent[number] += 1
         if (replicas := sent_to.get()) is not None:
             replicas.append(number)
 
     def saw(self, number: int, stats: EngineStats) -> None:
-        """Take over what a replica reports."""
+        """Record what a replica reports."""
         added = self._counters.saw(number, stats)
         self.num_loads[number] += added.adapter_loads
         self.num_fetches[number] += added.adapter_fetches
 
     def sum_of(self, each: Sequence[EngineStats]) -> EngineStats:
-        """Return the figures of replicas as those of one engine. Counters hold all that was ever reported,
-        also by replicas that have left or started anew, so that they never go back."""
+        """Combine the figures of replicas into those of one engine. Counters include everything ever
+        reported, also by replicas that have left or restarted, so that they never decrease."""
         return self._counters.lasting(sum_of(each))
 
     def know(self, version: str) -> None:
-        """Count the loads of a version that replicas are given."""
+        """Count the loads of a version from now on."""
         self._counters.know(version)
 
     def forget(self, version: str) -> None:
-        """Count nothing of a version any more that is removed from all replicas."""
+        """Stop counting a version that is removed from all replicas."""
         self._counters.forget(version)
 
     # ---- who takes requests
 
     def accepting(self, version: str | None = None) -> list[bool]:
-        """Tell of each whether it takes requests of a version now. If none is ready, those do that are on
-        their way: who comes back first serves what waits. Those that refuse the version do only if there is
-        no other: they are asked for it once more then, and say why not.
+        """Return for each replica whether it takes requests for a version now. If none is ready, those that
+        are starting do: the first that comes back serves what waits. Replicas that refuse the version count
+        only if there is no other: they are then asked once more, and report why not.
 
-        Raises EngineDeadError if there is none of either.
+        Raises EngineDeadError if there are none of either kind.
         """
         closed = self._drained | self._leaving
         ready = self._ready()
@@ -141,7 +142,7 @@ class Members:
 
     @property
     def serving(self) -> list[int]:
-        """The numbers of those that are ready and take requests, which may be none."""
+        """The numbers of the replicas that are ready and take requests; may be empty."""
         return [number for number, is_ready in enumerate(self._ready()) if is_ready]
 
     def _ready(self) -> list[bool]:
@@ -167,8 +168,8 @@ class Members:
 
     @contextmanager
     def leaving(self, numbers: list[int]) -> Iterator[list[int]]:
-        """Send these replicas no more requests while the block lasts; they are closed at its end, or stay if
-        it fails. Raises InvalidRequestError if no other one takes requests."""
+        """Send these replicas no more requests during the block; they are closed at its end, or stay if it
+        fails. Raises InvalidRequestError if no other replica takes requests."""
         for number in numbers:
             self._check_number(number)
         if numbers:
@@ -180,8 +181,8 @@ class Members:
             self._leaving.difference_update(numbers)
 
     def _check_not_last(self, numbers: list[int]) -> None:
-        """Raise InvalidRequestError if nobody would take requests without these, and any of them does now, or
-        will when it is back."""
+        """Raise InvalidRequestError if no replica would take requests without these, and any of them does now
+        or will when it is back."""
         takers = {number for number in self._open() if not is_gone(self._replicas[number])}
         if takers and takers.issubset(numbers):
             last = ", ".join(map(str, numbers))
@@ -192,7 +193,7 @@ class Members:
             )
 
     def _open(self) -> list[int]:
-        """Return the numbers of those that have not left and are not kept from taking requests."""
+        """Return the numbers of the replicas that have not left and are neither drained nor leaving."""
         return [number for number in self.present if number not in self._drained | self._leaving]
 
     def check_there(self, number: int) -> None:
@@ -206,17 +207,17 @@ class Members:
 
     def _check_number(self, number: int) -> None:
         if not 0 <= number < len(self._replicas):
-            numbers = ", ".join(map(str, self.present))  # not all: some may have left
+            numbers = ", ".join(map(str, self.present))  # not all numbers: some may have left
             raise InvalidRequestError(
                 f"there is no replica {number}; there are {numbers or 'none'}", param="replica"
             )
 
-    # ---- how they stand
+    # ---- their status
 
     @property
     def status(self) -> EngineStatus:
-        """Ready while any replica that takes requests is; otherwise what is known of the one that is nearest
-        to it."""
+        """The status of the fleet: ready while any replica that takes requests is; otherwise the status of
+        the replica nearest to that."""
         num_meant = len(self.meant)
         shown_numbers = self._open() or self.present or range(len(self._replicas))
         each = [self._replicas[number].status for number in shown_numbers]
@@ -243,7 +244,7 @@ class Members:
 
     @contextmanager
     def replacing(self, number: int) -> Iterator[None]:
-        """Show a replica that leaves as one that restarts while the block lasts."""
+        """Show a leaving replica as restarting during the block."""
         self._replaced.add(number)
         try:
             yield
@@ -251,7 +252,7 @@ class Members:
             self._replaced.discard(number)
 
     def statuses(self, num_in_flight: Callable[[int], int]) -> list[ReplicaStatus]:
-        """Return how each stands that has not left for good."""
+        """Return the status of each replica that has not left for good."""
         return [
             ReplicaStatus(
                 number=number,
@@ -269,8 +270,8 @@ class Members:
         ]
 
     def state(self, number: int) -> EngineState:
-        """Return the state of a replica as it is shown. A server that others start does not fail: it cannot
-        be reached, or not be used, until they have put it right."""
+        """Return the state of a replica as it is shown. A server that others start is never shown as failed:
+        it is unreachable or unusable until they have fixed it."""
         state = self._replicas[number].status.state
         if state is EngineState.FAILED or (state is EngineState.CLOSED and number in self.lost):
             return EngineState.UNREACHABLE if self.are_servers else EngineState.FAILED
@@ -283,8 +284,8 @@ class Members:
         return f"it did not start: {reason}; it is tried again from time to time"
 
     def _status(self, number: int) -> EngineStatus:
-        """Return its status; of one that is being replaced, in words that are about it and not about the
-        server, and of one that refuses adapters, with the reason."""
+        """Return the status of a replica; for one that is being replaced, with a message about the replica
+        instead of the server, and for one that refuses adapters, with the reason."""
         replica = self._replicas[number]
         status = replace(replica.status, num_restarts=self._restarts(number))
         if is_gone(replica) and number in self.lost and number not in self._replaced:

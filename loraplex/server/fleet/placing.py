@@ -1,4 +1,4 @@
-"""Carries out what a fleet's policy decides: replicas bring in adapters, requests move."""
+"""Carry out the decisions of a fleet's policy: replicas load adapters, requests move."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from loraplex.server.replica import Replica
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.5
-"""How often it is looked whether replicas came or went."""
+"""Seconds between checks whether replicas came or went."""
 _AT_ONCE: Final = 2
-"""Adapters that a replica brings in at a time for a plan, beside those that requests ask it for."""
+"""Number of adapters that a replica loads concurrently for a placement, in addition to those that requests
+need."""
 _STAGE_TIMEOUT_S: Final = 300.0
 
 
 async def bring_in(replica: Replica, version: str) -> None:
-    """Have a replica hold a version that it knows, ready for use. Raises as AsyncEngine.stage_adapter, and
-    EngineDeadError at once if the replica is not ready."""
-    # It may have died since it was chosen. An engine would wait for its restart, and with it those who could
-    # go on without this replica: the load that stages the version, and other adapters that a plan moves.
+    """Have a replica load a version that it knows, ready for use. Raises as AsyncEngine.stage_adapter does,
+    and EngineDeadError at once if the replica is not ready."""
+    # It may have died since it was chosen. An engine would wait for its restart, and so would callers that
+    # can do without this replica: the load that stages the version, and other adapters that a placement
+    # moves.
     if not replica.healthy:
         raise EngineDeadError("the replica is not ready")
     await replica.stage_adapter(version)
 
 
 class Placing:
-    """Asks a routing again and again what is to be done, and does it. `num_plans`: plans that changed
-    anything; `num_brought`: adapters that each replica brought in for one."""
+    """Asks a routing periodically for decisions, and carries them out. `num_plans`: number of plans that
+    changed anything; `num_brought`: number of adapters that each replica loaded for one."""
 
     def __init__(
         self, routing: LiveRouting, members: Members, requests: FleetRequests, clock: Clock | None = None
@@ -50,13 +52,13 @@ class Placing:
         self._stagings: set[asyncio.Task[None]] = set()
         self.num_plans = 0
         self.num_brought: Counter[int] = Counter()
-        self._problem = ""  # the last one that was logged, while it lasts
+        self._problem = ""  # the last one logged, while it lasts
 
     async def run(self) -> None:
-        """Decide whenever it is time, until this is cancelled."""
+        """Decide whenever it is time, until cancelled."""
         while True:
             left_s = self._routing.next_tick_s - self._clock.now_s()
-            # What was due before could not be decided, as no replica serves: one may come back.
+            # A decision that is overdue could not be made because no replica serves: one may come back.
             await asyncio.sleep(min(left_s, _LOOK_S) if left_s > 0 else _LOOK_S)
             self.tick_if_possible()
 
@@ -76,7 +78,7 @@ class Placing:
         await asyncio.gather(*self._stagings, return_exceptions=True)
 
     def tick(self) -> None:
-        """Decide now what there is to decide, and begin to do it. Raises UserError for a plan that does not
+        """Make pending decisions now, and begin to carry them out. Raises UserError for a plan that does not
         fit the fleet."""
         for number, member in enumerate(self._members):
             if not member.healthy:
@@ -90,7 +92,7 @@ class Placing:
         for replica, version in found.stages:
             wanted[replica].append(version)
         for replica, versions in wanted.items():
-            # Not in the context of whoever gave rise to it: that would put the id of a request on its lines.
+            # Not in the caller's context, which would put the id of a request on its log lines.
             task = asyncio.create_task(self._stage_all(replica, versions), context=Context())
             self._stagings.add(task)
             task.add_done_callback(self._stagings.discard)
@@ -99,7 +101,7 @@ class Placing:
             logger.info("%d requests migrate", len(made))
 
     async def _stage_all(self, replica: int, versions: Sequence[str]) -> None:
-        """Have a replica bring in versions for a plan, and log in one line those that it does not get."""
+        """Have a replica load versions for a placement, and log in one line those that failed."""
         problems = await asyncio.gather(*(self._stage(replica, version) for version in versions))
         if failed := [each for each in zip(versions, problems, strict=True) if each[1] is not None]:
             (version, reason), number = failed[0], len(failed)
@@ -110,11 +112,12 @@ class Placing:
             )
 
     async def _stage(self, replica: int, version: str) -> str | None:
-        """Have a replica bring in a version; returns why it does not get it, None if it does or has left."""
+        """Have a replica load a version; return why that failed, or None if it did not or the replica has
+        left."""
         is_there, problem = False, None
         try:
             async with self._turns[replica], asyncio.timeout(_STAGE_TIMEOUT_S):
-                if not self._routing.wants(replica, version):  # any more
+                if not self._routing.wants(replica, version):  # it is no longer wanted
                     return None
                 await bring_in(self._members[replica], version)
             is_there = True

@@ -1,6 +1,7 @@
-"""A replica's place on a Ray cluster: an actor that holds its GPUs or cores, and starts its engine process.
+"""A replica's place on a Ray cluster: an actor that reserves its GPUs or cores, and starts its engine
+process.
 
-Tokens do not pass through it: the engine process connects to the front by itself, and ends with this process.
+Tokens do not pass through it: the engine process connects to the front directly, and ends with this process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from loraplex.server.protocol_ipc import Launch
 
 
 class EngineActor:
-    """Made into an actor by the driver. Its methods run one after the other in the main thread, so that the
+    """Turned into an actor by the driver. Its methods run one after the other in the main thread, so that the
     engine process, which Linux ends with the thread that started it, lives as long as the actor."""
 
     def __init__(self) -> None:
@@ -33,18 +34,18 @@ class EngineActor:
         return self._host, loraplex.__version__, self._keys.public
 
     def run(self, launch_json: str) -> int:
-        """Start the engine process; returns its id."""
+        """Start the engine process; return its id."""
         launch = msgspec.json.decode(launch_json, type=Launch)
         assert launch.remote is not None
         remote = msgspec.structs.replace(
             launch.remote, host=self._host, public_key=self._keys.public, secret_key=self._keys.secret
         )
-        # No environment of the front's: paths, devices and caches are those of this node.
+        # Not the front's environment: paths, devices and caches are those of this node.
         self._process = spawn(msgspec.structs.replace(launch, remote=remote, parent_pid=os.getpid()), env={})
         return self._process.pid
 
     def wait(self) -> str:
-        """Wait until the engine process has exited; returns how."""
+        """Wait until the engine process has exited; return how it ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         exit_code = self._process.wait()

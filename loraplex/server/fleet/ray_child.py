@@ -21,13 +21,14 @@ from loraplex.server.remote_sockets import RemoteSockets
 logger = logging.getLogger(__name__)
 
 _REACH_S: Final = 30.0
-"""How long an engine process may take until it has connected: Python's start, and the network."""
+"""Seconds that an engine process may take to connect: Python's start, and the network."""
 _LAST_WORDS_S: Final = 0.5
-"""When its connection is cut, how long Ray may take to say how it ended."""
+"""Seconds that Ray may take to report how it ended, after its connection was cut."""
 
 
 class RayChild(EngineHandle):
-    """An engine process on a Ray cluster. Made at once; it is placed and started meanwhile."""
+    """An engine process on a Ray cluster. Creating this returns at once; placing and starting go on in the
+    background."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class RayChild(EngineHandle):
         wait_s: float,
         on_event: Callable[[Event], None],
     ) -> None:
-        """`wait_s`: how long the place may take to become free."""
+        """`wait_s`: seconds that the place may take to become free."""
         super().__init__(on_event)
         self._cluster = cluster
         self._replica = replica
@@ -63,12 +64,12 @@ class RayChild(EngineHandle):
         return None if self._placed is None else self._placed.host
 
     async def stop(self, *, grace_s: float) -> None:
-        """See EngineHandle. Its place is given up as well."""
+        """See EngineHandle. Also releases its place."""
         try:
             self.send(Shutdown())
             if self.ready.done() and not self.ready.cancelled():
                 await self.wait_exited(timeout_s=grace_s)
-            # Else it hears nothing while it loads, and ends with its actor.
+            # Otherwise it reads no commands while it loads, and ends with its actor.
             if self._seat is not None:
                 self._seat.release()
                 await self._seat.wait_released()
@@ -79,13 +80,13 @@ class RayChild(EngineHandle):
                 self._finish("its replica was closed")
 
     def kill(self, reason: str) -> None:
-        """See EngineHandle. Its actor ends it, which then starts no other: that is placed anew."""
+        """See EngineHandle. Its actor is killed with it; the next engine process is placed again."""
         self._failure = ErrorInfo(LoraplexError.__name__, reason)
         if self._seat is not None:
             self._seat.release()
 
     async def _live(self) -> None:
-        """Place the engine process, start it, and report its end, however that comes."""
+        """Place the engine process, start it, and report its end, whatever the cause."""
         try:
             reason = await self._run()
         except LoraplexError as error:
@@ -97,7 +98,8 @@ class RayChild(EngineHandle):
             self._finish(reason)
 
     async def _run(self) -> str:
-        """Return why it has ended. Raises LoraplexError if it could not be placed or reached."""
+        """Run the engine process; return why it ended. Raises LoraplexError if it could not be placed or
+        reached."""
         cluster = self._cluster
         about = await cluster.about(self._wait_s)
         self._sockets = RemoteSockets(self._context, about.host)
@@ -122,7 +124,7 @@ class RayChild(EngineHandle):
         if not seat.ended.done():
             await asyncio.wait([seat.ended], timeout=_LAST_WORDS_S)
         if not seat.ended.done():
-            seat.release()  # it may be stopped, or run on where nobody can reach it
+            seat.release()  # it may be stopped, or still run unreachable
             return f"the connection to node {self._placed.host} was cut"
         return f"{seat.ended.result()}, on node {self._placed.host}"
 
@@ -148,7 +150,7 @@ class RayChild(EngineHandle):
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Failed) and self._placed is not None:
-            # Which node's files, memory or GPUs it is about.
+            # Name the node whose files, memory or GPUs the error is about.
             error, message = event.error, f"on node {self._placed.host}: {event.error.message}"
             if error.kind == ModelError.__name__:
                 message += " (nodes need the model's files under the same path)"
@@ -156,8 +158,8 @@ class RayChild(EngineHandle):
         super()._note(event)
 
     def _was_told_why(self) -> None:
-        """Do not wait for its exit, which comes later by itself: nobody here can close its stdin. Its actor
-        starts no other one before."""
+        """Report the end without waiting for the exit, which follows by itself: this process cannot close its
+        stdin. The actor starts no other engine process before that."""
         if self._seat is not None and self._failure is not None:
             self._seat.end(self._failure.message)
 

@@ -1,4 +1,4 @@
-"""The front's connection to Ray, by a process that speaks to it (`ray_driver`)."""
+"""The front's connection to Ray, through a process that talks to it (`ray_driver`)."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _DRIVER_MODULE: Final = "loraplex.server.fleet.ray_driver"
 _PROBE_S: Final = 5.0
 _CONNECT_S: Final = 30.0
 _START_S: Final = 120.0
-"""Ray starts in seconds, on a machine with nothing else to do."""
+"""Seconds that Ray may take to start; on an idle machine it takes a few."""
 _AGAIN_S: Final = 2.0
 _RELEASE_S: Final = 5.0
 _CLOSE_S: Final = 12.0
 _ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Seconds without its head after which a part of Ray ends itself: a minute by default. This is for the
-    # driver, and for all of a Ray that it starts; a cluster's nodes have their own.
+    # Seconds without its head after which a part of Ray exits; the default is a minute. This applies to the
+    # driver, and to a Ray that it starts; a cluster's nodes have their own setting.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _LOCAL_ENVIRONMENT: Final = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only, as it does on those
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on loopback only, as it does on these systems
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_AUTH_MODE": "token",
@@ -60,14 +60,14 @@ _LOCAL_ENVIRONMENT: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class RayPlace:
-    """Where a fleet's replicas are placed: HOST:PORT of a cluster's head, "auto" for one that runs on this
-    machine, None for one that is started."""
+    """The cluster that a fleet's replicas are placed on: HOST:PORT of its head, "auto" for one that runs on
+    this machine, None to start one."""
 
     address: str | None = None
 
 
 class Seat:
-    """An engine process that Ray is asked to place, and has placed. `ended` yields why it has."""
+    """An engine process that Ray has placed or is asked to place. `ended` yields the reason of its end."""
 
     def __init__(self, cluster: RayCluster, engine_id: int, replica: int) -> None:
         loop = asyncio.get_running_loop()
@@ -83,11 +83,11 @@ class Seat:
         self._cluster.send(Run(id=self._id, replica=self.replica, launch=launch))
 
     def release(self) -> None:
-        """Give the place up."""
+        """Release the place."""
         self._cluster.send(Release(id=self._id, replica=self.replica))
 
     async def wait_released(self) -> None:
-        """Wait until Ray was told so, for a while if it does not answer."""
+        """Wait until Ray has released it, but not long if Ray does not answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RELEASE_S):
                 await self.released.wait()
@@ -105,13 +105,13 @@ class Seat:
                 self.released.set()
 
     def end(self, reason: str) -> None:
-        """Tell whoever waits that there is no engine process, or no more."""
+        """Report to waiters that there is no engine process, or no longer."""
         if not self.ended.done():
             self.ended.set_result(reason)
 
 
 class RayCluster:
-    """A Ray cluster, joined or started here. Made by `connect`."""
+    """A Ray cluster, joined or started here. Created by `connect`."""
 
     def __init__(self, place: RayPlace) -> None:
         self._address = place.address
@@ -140,8 +140,8 @@ class RayCluster:
         return cluster
 
     async def about(self, wait_s: float = 0.0) -> Connected:
-        """Return what is known of the cluster. It is joined again if the driver has ended; `wait_s`: for how
-        long that is tried."""
+        """Return what is known of the cluster. It is joined again if the driver has ended; `wait_s`: seconds
+        for which that is tried."""
         deadline_s = asyncio.get_running_loop().time() + wait_s
         async with self._connecting:
             while self._connected is None:
@@ -158,9 +158,9 @@ class RayCluster:
             return self._connected.result()
 
     async def place(self, replica: int, resources: Resources, wait_s: float) -> Seat:
-        """Have Ray make a place for an engine process of this replica. Raises UserError without a Ray."""
+        """Have Ray place an engine process of this replica. Raises UserError if there is no Ray."""
         await self.about(wait_s)
-        # Those before it that ended by themselves were not released: this one takes their place.
+        # Earlier seats of this replica that ended by themselves were not released: this one replaces them.
         for engine_id, each in list(self._seats.items()):
             if each.replica == replica and each.ended.done():
                 del self._seats[engine_id]
@@ -170,13 +170,13 @@ class RayCluster:
         return seat
 
     def send(self, order: Order) -> None:
-        """Give an order. Lost if the driver has ended, which ends all seats."""
+        """Send an order. It is lost if the driver has ended, which ends all seats."""
         stdin = None if self._process is None else self._process.stdin
         if stdin is not None and not stdin.is_closing():
             stdin.write(line_of(order))
 
     async def close(self) -> None:
-        """Leave the cluster, with which the actors of this front end; end Ray if it was started here."""
+        """Leave the cluster, which ends this front's actors; stop Ray if it was started here."""
         self._is_closed = True
         await self._end_driver()
         if self._folder is not None:
@@ -188,7 +188,7 @@ class RayCluster:
             raise UserError("the server is shutting down")
         await self._end_driver()
         if is_local and self._folder is None:
-            # In /tmp and nowhere else: the names of its sockets are long, and must not be longer.
+            # Always in /tmp: the names of its sockets are near the length limit.
             self._folder = PrivateFolder("/tmp", "ray")
         logger.info("%s", "starting Ray on this machine" if is_local else f"joining Ray at {self._address}")
         self._process = await asyncio.create_subprocess_exec(
@@ -200,7 +200,7 @@ class RayCluster:
             stdout=PIPE,
             stderr=PIPE,
             env={**os.environ, **_ENVIRONMENT, **(_local_environment() if is_local else {})},
-            start_new_session=True,  # a Ctrl-C in the terminal is for the front, which ends the rest in order
+            start_new_session=True,  # Ctrl-C is for the front, which ends the rest in order
         )
         self._tasks = [
             asyncio.create_task(self._read_reports(self._process, connected)),
@@ -251,7 +251,7 @@ class RayCluster:
             async with asyncio.timeout(wait_s):
                 await process.wait()
         except TimeoutError:
-            process.kill()  # what it has started on this machine ends with it
+            process.kill()  # everything it started on this machine ends with it
             await process.wait()
         for task in self._tasks:
             task.cancel()
@@ -268,7 +268,7 @@ class RayCluster:
 
 
 def _check_address(address: str) -> None:
-    """Raise UserError for an address that is none, or of a kind that cannot be used."""
+    """Raise UserError for an address that is invalid, or of a kind that cannot be used."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -280,13 +280,13 @@ def _check_address(address: str) -> None:
 
 
 def _local_environment() -> dict[str, str]:
-    """Return the settings of a Ray that is started here, and for this front alone."""
+    """Return the settings of a Ray that is started here for this front alone."""
     return {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 async def _log_lines(process: Process) -> None:
-    """Log what the driver writes to stderr: Ray's own words, which are many."""
+    """Log what the driver writes to stderr: Ray's own messages, of which there are many."""
     assert process.stderr is not None
-    with contextlib.suppress(ValueError):  # a line without end
+    with contextlib.suppress(ValueError):  # a line beyond the length limit
         while line := await process.stderr.readline():
             logger.debug("%s", line.decode(errors="replace").rstrip())

@@ -1,7 +1,8 @@
-"""The process that speaks to Ray for the front: `python -m loraplex.server.fleet.ray_driver`.
+"""The process that talks to Ray for the front: `python -m loraplex.server.fleet.ray_driver`.
 
-A process of its own, because Ray ends its drivers when the cluster's head is gone for too long, and its calls
-block: the front serves on in either case. It does what `ray_messages` says, one thread for each engine.
+It is a separate process because Ray ends its drivers when the cluster's head is gone for too long, and
+because Ray's calls block: the front keeps serving in either case. It follows the protocol in `ray_messages`,
+with one thread for each engine.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ from loraplex.server.fleet.ray_messages import (
 )
 
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
-"""About the least that Ray takes: nothing large goes through its object store."""
+"""Bytes of Ray's object store, about its minimum: nothing large goes through it."""
 _ACTOR_S: Final = 60.0
-"""How long a node may take to start the actor's process, and to import loraplex there."""
+"""Seconds that a node may take to start the actor's process, and to import loraplex there."""
 _PROBE_S: Final = 2.0
 _RETRY_S: Final = 1.0
 _LEAVE_S: Final = 10.0
-"""How long an orderly end may take; with Ray's head gone it would take for ever."""
+"""Seconds that an orderly shutdown may take; without Ray's head it would never end."""
 _MAX_REASON_CHARS: Final = 300
 EXIT_OTHER_CLUSTER: Final = 4
 _OTHER_CLUSTER: Final = "WrongClusterID"
-"""Ray says so when its head was started anew, and has forgotten all there was."""
+"""Text in Ray's errors when its head was restarted and has lost its state."""
 _NO_TOKEN: Final = "InvalidAuthToken"
 _OUT_OF_MEMORY: Final = "running low on memory"
 
 
 class PlacingError(Exception):
-    """A replica cannot be placed; the message is for people."""
+    """A replica cannot be placed; the message is meant for users."""
 
 
 class Seat:
-    """The place of a replica: a placement group and the actor in it. Used by several threads, of which one at
-    a time makes it."""
+    """The place of a replica: a placement group and the actor in it. Used by several threads; only one at a
+    time creates it."""
 
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
@@ -74,7 +75,7 @@ class Seat:
         self._about: tuple[str, str, str] | None = None
 
     def take(self, resources: Resources, wait_s: float) -> Placed:
-        """Have the actor made, unless it is there. Raises PlacingError, and RayError of all kinds."""
+        """Create the actor, unless it exists. Raises PlacingError, and RayError of all kinds."""
         deadline_s = time.monotonic() + wait_s
         if self._about is None:
             _wait_for_head(deadline_s)
@@ -112,7 +113,7 @@ class Seat:
         return str(ray.get(self._actor.wait.remote()))
 
     def release(self) -> None:
-        """End the actor, and with it the engine process. Whoever waits for it gets a RayActorError."""
+        """End the actor, and with it the engine process. Waiters get a RayActorError."""
         self._is_released = True
         if self._actor is not None:
             ray.kill(self._actor)
@@ -120,14 +121,15 @@ class Seat:
             remove_placement_group(self._group)
 
     def _drop_if_released(self) -> None:
-        """Release what was made after somebody else had released all there was, and raise PlacingError."""
+        """If the seat was released by another thread, release what was created since, and raise
+        PlacingError."""
         if self._is_released:
             self.release()
             raise PlacingError("the replica was closed")
 
 
 class Driver:
-    """Does the front's orders. `send` may be called by any thread."""
+    """Carries out the front's orders. `send` may be called by any thread."""
 
     def __init__(self, send: Callable[[Report], None]) -> None:
         self._send = send
@@ -135,7 +137,8 @@ class Driver:
         self._releases: list[threading.Thread] = []
 
     def connect(self, order: Connect) -> None:
-        """Raises ConnectionError, OSError, ValueError or RuntimeError if there is no cluster to be had."""
+        """Connect to the cluster or start one. Raises ConnectionError, OSError, ValueError or RuntimeError if
+        that fails."""
         if order.address is None:
             where: dict[str, Any] = {
                 "address": "local",
@@ -175,14 +178,14 @@ class Driver:
         self._send(Ended(id=order.id, reason=seat.wait()))
 
     def _begin(self, work: Callable[[], None], engine_id: int, replica: int, seat: Seat) -> None:
-        """Do something in a thread; if it fails, the seat is given up, and the front told why."""
+        """Run work in a thread; if it fails, release the seat, and report the reason to the front."""
 
         def do() -> None:
             try:
                 work()
-            except Exception as error:  # of any kind: Ray raises most of them
+            except Exception as error:  # Ray raises most kinds
                 if _OTHER_CLUSTER in str(error):
-                    os._exit(EXIT_OTHER_CLUSTER)  # the front starts this process again, which joins that one
+                    os._exit(EXIT_OTHER_CLUSTER)  # the front restarts this process, which rejoins
                 self._give_up(replica, seat)
                 self._send(Ended(id=engine_id, reason=_reason(error)))
 
@@ -219,13 +222,13 @@ def _release(seat: Seat) -> None:
 
 
 def _probe(address: str, wait_s: float) -> None:
-    """Raise OSError or ValueError unless somebody listens there: Ray itself would try for a minute."""
+    """Raise OSError or ValueError unless something listens there: Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=wait_s).close()
 
 
 def _head_answers() -> bool:
-    """Tell whether Ray's head is there: calls that need it would block for as long as it is not."""
+    """Return whether Ray's head answers: calls that need it would block while it does not."""
     try:
         _probe(str(ray.get_runtime_context().gcs_address), _PROBE_S)
     except OSError:
@@ -269,7 +272,7 @@ def _reason(error: Exception) -> str:
             return (
                 "its node ran out of memory, and Ray ended its actor; give it fewer replicas, or more memory"
             )
-        # Ray says first which actor it was, then why it died, then what may have been the cause of that.
+        # Ray's lines are: which actor it was, why it died, possible causes.
         return f"its actor died: {lines[-1].split('. ')[0]}"[:_MAX_REASON_CHARS]
     return f"{type(error).__name__}: {lines[0]}"[:_MAX_REASON_CHARS]
 
@@ -283,10 +286,10 @@ def _refusal(error: Exception) -> str:
 
 
 def main() -> NoReturn:
-    # The front ends this process by closing its stdin, after it has dealt with its replicas.
+    # The front ends this process by closing its stdin, after it has handled its replicas.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reports = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints is not a report
+    os.dup2(2, 1)  # output of libraries is not a report
     sending = threading.Lock()
 
     def send(report: Report) -> None:
@@ -302,7 +305,7 @@ def main() -> NoReturn:
     try:
         # In the main thread: what Ray starts here ends with the thread that starts it.
         driver.connect(connect)
-    except Exception as error:  # of any kind: Ray raises most of them
+    except Exception as error:  # Ray raises most kinds
         send(Refused(message=_refusal(error)))
         os._exit(1)
     connected.set()
@@ -315,12 +318,12 @@ def main() -> NoReturn:
             case Release() as release:
                 driver.release(release)
     driver.close()
-    os._exit(0)  # without Ray's own ways to end, which need its head
+    os._exit(0)  # without Ray's own shutdown, which needs its head
 
 
 def _read(orders: queue.SimpleQueue[bytes], connected: threading.Event) -> None:
-    """Pass the front's lines on, and its end as an empty one. Leave by force if that takes too long, and at
-    once while there is nothing to end in order."""
+    """Pass the front's lines on, and its end as an empty one. Then exit by force if the shutdown takes too
+    long, or at once if there is no connection to close."""
     while line := sys.stdin.buffer.readline():
         orders.put(line)
     orders.put(b"")
@@ -331,7 +334,7 @@ def _read(orders: queue.SimpleQueue[bytes], connected: threading.Event) -> None:
 
 
 def _sweep() -> None:
-    """End what is left of a Ray that was started here, all of which is of this process's session: without its
+    """Kill what is left of a Ray that was started here, which is all in this process's session: without its
     head some of it does not end by itself."""
     own = os.getpid()
     for name in os.listdir("/proc") if sys.platform == "linux" else ():

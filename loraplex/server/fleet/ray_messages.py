@@ -1,19 +1,19 @@
-"""What the front and the process that speaks to Ray for it say to each other: lines of JSON.
+"""Messages between the front and the process that talks to Ray for it: lines of JSON.
 
     front                                  driver
     ─────                                  ──────
     Connect                   ───────────▶ joins a cluster, or starts Ray on this machine
-                              ◀─────────── Connected, or Refused, after which it ends
-    Place                     ───────────▶ has Ray start an actor that holds the replica's GPUs or cores
+                              ◀─────────── Connected, or Refused, after which it exits
+    Place                     ───────────▶ has Ray start an actor that reserves the replica's GPUs or cores
                               ◀─────────── Placed, or Ended
     Run                       ───────────▶ has the actor start the engine process
                               ◀─────────── Running, then Ended when that has exited
     Release                   ───────────▶ ends the actor
-                              ◀─────────── Ended, unless it was said before, then Released
+                              ◀─────────── Ended, unless it was sent before, then Released
     the end of its stdin      ───────────▶ ends all actors, and Ray if it has started it
 
-An engine process is known by an `id` of its own. A replica that starts anew after its engine died does so in
-the actor that it has, unless that is gone too.
+Each engine process has its own `id`. When a replica restarts after its engine died, it uses the same actor,
+unless that is gone too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Resources = dict[str, float]
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """Base of what the front says."""
+    """Base of the front's messages."""
 
 
 class Connect(Order, frozen=True):
-    """`address`: of the cluster, None to start Ray on this machine, with its files in `folder`. `wait_s`: how
-    long its head may take to answer."""
+    """`address`: that of the cluster; None to start Ray on this machine, with its files in `folder`.
+    `wait_s`: seconds that its head may take to answer."""
 
     address: str | None
     folder: str
@@ -39,7 +39,7 @@ class Connect(Order, frozen=True):
 
 
 class Place(Order, frozen=True):
-    """`wait_s`: how long the resources may take to become free, and the head to answer."""
+    """`wait_s`: seconds that the resources may take to become free, and the head to answer."""
 
     id: int
     replica: int
@@ -61,11 +61,11 @@ class Release(Order, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Base of what the driver says."""
+    """Base of the driver's messages."""
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A machine of the cluster, and what Ray may give away of it."""
+    """A machine of the cluster, and the resources that Ray may allocate there."""
 
     host: str
     cpus: float
@@ -73,7 +73,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Connected(Report, frozen=True):
-    """`host`: this machine, as the others call it. `free`: of all nodes together."""
+    """`host`: this machine's address for the others. `free`: free resources of all nodes together."""
 
     host: str
     nodes: list[Node]
@@ -85,7 +85,7 @@ class Refused(Report, frozen=True):
 
 
 class Placed(Report, frozen=True):
-    """`public_key`: with which the engine will connect."""
+    """`public_key`: the key with which the engine will connect."""
 
     id: int
     host: str

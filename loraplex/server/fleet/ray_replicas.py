@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster: each has an actor of its own, which holds its GPUs or cores."""
+"""Replicas on a Ray cluster: each has its own actor, which reserves its GPUs or cores."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from loraplex.server.pool.directory import PoolDirectory
 from loraplex.server.protocol_ipc import Event
 
 _NEW_WAIT_S: Final = 5.0
-"""How long a place for a new replica may take to become free."""
+"""Seconds that a place for a new replica may take to become free."""
 _AGAIN_WAIT_S: Final = 600.0
-"""The same for one that starts anew: its node, or Ray's head, may be on the way back."""
+"""The same for a restarted replica: its node, or Ray's head, may be coming back."""
 
 
 def ray_fleet(
@@ -43,9 +43,9 @@ def ray_fleet(
     factory: str,
     log: DecisionLog | None = None,
 ) -> FleetEngine:
-    """Return a fleet of engine processes on a cluster, which is not started yet.
+    """Return a fleet of engine processes on a cluster, not started yet.
 
-    Raises UserError for a policy that cannot be, and where there are too few GPUs or cores.
+    Raises UserError for a policy that is not possible, and if there are too few GPUs or cores.
     """
     engine, resources = share_of(engine, about, num_replicas)
     check_live_policy(policy, shares_memory="GPU" in resources)
@@ -86,6 +86,7 @@ def ray_fleet(
 
 
 def _absolute(model: str) -> str:
-    """Return a folder's full path: processes of the cluster are not started where this one was."""
+    """Return a folder's full path: processes of the cluster have other current directories. Return a
+    repository unchanged."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model

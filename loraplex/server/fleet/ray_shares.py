@@ -1,4 +1,4 @@
-"""What each replica of a fleet holds of a Ray cluster: GPUs of one node, or cores of one."""
+"""The share of a Ray cluster that each replica of a fleet reserves: GPUs or cores of one node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex.server.fleet.ray_messages import Connected, Node, Resources
 
 
 def share_of(engine: EngineOptions, about: Connected, num_replicas: int) -> tuple[EngineOptions, Resources]:
-    """Return the engine's options for its share of the cluster, and what Ray is to hold for it.
+    """Return the engine's options for its share of the cluster, and the resources that Ray reserves for it.
 
     Raises UserError if there is too little for all replicas.
     """
@@ -28,7 +28,7 @@ def share_of(engine: EngineOptions, about: Connected, num_replicas: int) -> tupl
 
 
 def _most_cores(nodes: Sequence[Node], num_replicas: int) -> int:
-    """Return the most cores that all replicas can have, each of one node; one if there are too few."""
+    """Return the most cores that every replica can have on a single node; one if there are too few."""
     largest = max((int(node.cpus) for node in nodes), default=0)
     return next(
         (
@@ -43,7 +43,7 @@ def _most_cores(nodes: Sequence[Node], num_replicas: int) -> int:
 def _check(
     num_replicas: int, each: int, kind: str, there: Sequence[tuple[str, float]], num_free: float
 ) -> None:
-    """Raise UserError unless the nodes have so many for each replica, and nobody else holds them."""
+    """Raise UserError unless the nodes have `each` for every replica, and nobody else has reserved them."""
     wanted = num_replicas * each
     wants = (
         f"{num_replicas} {plural('replica', num_replicas)} with {each} {plural(kind, each)} each want "

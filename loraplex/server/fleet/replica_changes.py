@@ -20,12 +20,12 @@ from loraplex.server.fleet.revival import Revival
 logger = logging.getLogger(__name__)
 
 _LEAVING_S: Final = 0.02
-"""How often it is looked whether a replica that leaves has requests left."""
+"""Seconds between checks whether a leaving replica has requests left."""
 
 
 class ReplicaChanges:
-    """Changes the members of a fleet. `routing`: None until the fleet has started. `revival`: of those that
-    have failed."""
+    """Changes the members of a fleet. `routing`: None until the fleet has started. `revival`: restarts failed
+    replicas."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class ReplicaChanges:
         self.routing: LiveRouting | None = None
 
     async def close(self) -> None:
-        """End what is under way or waits for its turn."""
+        """Cancel changes that are in progress or wait for their turn."""
         await self._queue.close()
 
     async def scale(self, num_replicas: int, *, move: bool = False) -> None:
-        """Have so many replicas; return when they serve. Those with the highest numbers leave, after the
-        requests they have. `move`: others go on with these.
+        """Change the number of replicas; return when they serve. Those with the highest numbers leave after
+        their requests have ended; with `move`, others continue these requests.
 
-        Raises InvalidRequestError for a number that cannot be, and LoraplexError if a new one cannot start;
-        those that serve go on.
+        Raises InvalidRequestError for an impossible number, and LoraplexError if a new replica cannot start;
+        those that serve continue.
         """
         self._check_size(num_replicas)
         await self._queue.run(self._scale(num_replicas, move=move))
@@ -68,15 +68,15 @@ class ReplicaChanges:
             with self._members.leaving(present[num_replicas:]) as leaving:
                 await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
         finally:
-            # Not before: one that had failed may have been planned again until it was closed.
+            # Not earlier: a failed replica may be planned again until it is closed.
             self.revival.forget()
 
     async def restart(self, number: int, *, move: bool = False) -> None:
-        """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
-        go on with these requests.
+        """Replace a replica by a new one after its requests have ended, while the others serve. With `move`,
+        the others continue these requests.
 
-        Raises as `drain` does, also if replicas of this fleet cannot be restarted by it, and LoraplexError
-        if the new one cannot start; that is tried again later.
+        Raises as `drain` does, also if this fleet cannot restart replicas, and LoraplexError if the new one
+        cannot start, which is tried again later.
         """
         self._members.check_there(number)
         if (why := self._setup.no_restart) is not None:
@@ -103,13 +103,13 @@ class ReplicaChanges:
             self._members.drain(number)
 
     async def _start_anew(self, number: int) -> None:
-        """Start a replica anew when it is its turn. A server is looked at before that: one that accepts
-        connections and stays silent must not hold up others, nor whoever changes the fleet."""
+        """Restart a replica when it is its turn. A server is checked before that: one that accepts
+        connections but stays silent must not block other changes of the fleet."""
         if (look := self._setup.look) is not None:
             try:
                 await look(number)
             except LoraplexError as error:
-                if self.revival.is_planned(number):  # else somebody has decided otherwise meanwhile
+                if self.revival.is_planned(number):  # else the plan was dropped meanwhile
                     if self._members.lost.get(number) != str(error):
                         logger.warning("replica %d cannot join the fleet yet: %s", number, error)
                     self.revival.plan(number, str(error))
@@ -117,7 +117,7 @@ class ReplicaChanges:
         await self._queue.run(self._revive(number))
 
     async def _revive(self, number: int) -> None:
-        """Start a replica anew, unless somebody has decided otherwise before it had its turn."""
+        """Restart a replica, unless its plan was dropped before its turn."""
         if self.revival.is_planned(number):
             await self._restart(number, move=False)
 
@@ -128,23 +128,23 @@ class ReplicaChanges:
         joining = self._adapters.joining(replica, self._setup.num_loads_at_once)
         try:
             await replica.start(None, Deferred(joining.catch_up))
-            await joining.catch_up()  # with what came while it got ready
+            await joining.catch_up()  # with adapters added while it prepared
         except BaseException as error:
-            if isinstance(error, Exception):  # also for the log: who asked for it may have left
+            if isinstance(error, Exception):  # logged too, because the caller may have disconnected
                 logger.error("replica %d could not join the fleet: %s; the others serve on", number, error)
             await replica.close()
             raise
-        # Nobody has had a turn since it was up to date.
+        # No other task has run since it was up to date.
         assert replica.info is not None
         self._members.put(number, replica)
         self.routing.join(number, self._setup.limits(replica.info))
         self._place()
 
     async def _leave(self, number: int, *, move: bool) -> None:
-        """Close a replica that is drained, after its requests."""
+        """Close a replica that gets no more requests, after those it has."""
         assert self.routing is not None
         while self.routing.num_in_flight(number):
-            if move:  # again and again: some may have waited for it to be ready
+            if move:  # repeatedly: some may have waited for it to be ready
                 self._members[number].hand_over()
             await asyncio.sleep(_LEAVING_S)
         await self._members[number].close()

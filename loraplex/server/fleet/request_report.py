@@ -1,4 +1,4 @@
-"""What is told of a request to all who predict from it."""
+"""Report a request's progress to the routing and to the recent requests, which predictions are made from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from loraplex.server.recent_requests import RecentRequests
 
 
 class RequestReport:
-    """Follows a request that the routing has sent to the replica of this number: it is that replica's load
-    until this is closed."""
+    """Follows a request that the routing has sent to the replica with this number: it belongs to that
+    replica's load until this is closed."""
 
     def __init__(
         self, request: EngineRequest, number: int, routing: LiveRouting, recent: RecentRequests
@@ -24,7 +24,7 @@ class RequestReport:
 
     @property
     def num_output(self) -> int:
-        """Tokens that came from this replica."""
+        """Number of tokens that came from this replica."""
         return self._note.num_output
 
     def saw(self, output: EngineOutput) -> None:

@@ -6,7 +6,7 @@ from loraplex.server.version_use import VersionUse
 
 
 class RequestsInFlight:
-    """Counts requests. `num`: all of them; `by_version`: those with an adapter."""
+    """Counts of requests. `num`: all of them; `by_version`: those with an adapter."""
 
     def __init__(self) -> None:
         self._uses: dict[str, VersionUse] = {}
@@ -32,6 +32,6 @@ class RequestsInFlight:
         return version in self._uses
 
     async def wait_idle(self, version: str) -> None:
-        """Wait until no request has a version."""
+        """Wait until no request uses a version."""
         if (use := self._uses.get(version)) is not None:
             await use.wait_idle()

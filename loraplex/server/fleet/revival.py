@@ -1,6 +1,6 @@
-"""Replicas that were given up, as they died too often, or that did not start, are started anew later.
+"""Restart replicas later that were given up because they died too often, or that did not start.
 
-Each is tried by a task of its own: one that takes long to find out that it cannot start holds up no other.
+Each is tried in its own task, so that one that takes long to fail does not delay the others.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
 RETRY_S: Final = (60.0, 900.0)
-"""The pause before a replica that has failed is started anew, and the longest."""
+"""The first and the longest pause in seconds before a failed replica is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """`pause_s`: before it."""
+    """A planned restart. `pause_s`: the pause in seconds before it."""
 
     at_s: float
     pause_s: float
 
 
 class Revival:
-    """Starts replicas anew some time after they have failed, and longer each time that comes to nothing. When
-    all have failed it does nothing: then the fleet itself has, and whoever supervises it acts."""
+    """Restarts failed replicas after a pause, which doubles each time that fails. When all have failed it
+    does nothing: then the fleet itself has failed, and its supervisor acts."""
 
     def __init__(
         self,
@@ -48,18 +48,18 @@ class Revival:
         self._clock = clock
         self._start_anew = start_anew
         self._tries: dict[int, _Try] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of those that are being tried
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of those being tried
 
     def forget(self) -> None:
-        """Plan nothing: somebody has just said which replicas there are to be. Those that did not start, and
-        are not closed, are still shown with the reason."""
+        """Drop all plans, because an operator has just set the number of replicas. Replicas that did not
+        start and are not closed are still shown with the reason."""
         self._tries.clear()
         for number in self._members.lost.keys() - set(self._members.present):
             del self._members.lost[number]
 
     def plan(self, number: int, reason: str) -> None:
-        """Start a replica anew after the first pause, or when it is planned already: it has left to be
-        replaced, and the new one did not start, for this reason, or it never did."""
+        """Plan a restart after the first pause, unless one is planned already: for a replica that never
+        started, or that left and whose replacement did not start, for this reason."""
         self._members.lost[number] = reason
         self._tries.setdefault(number, _Try(self._clock.now_s() + self._first_s, self._first_s))
 
@@ -78,8 +78,7 @@ class Revival:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> list[asyncio.Task[None]]:
-        """Plan for those that have failed, and begin to start those anew whose time has come; return the
-        tasks that do."""
+        """Plan restarts of failed replicas, and begin those that are due; return their tasks."""
         now_s = self._clock.now_s()
         for number, replica in enumerate(self._members):
             if replica.healthy:
@@ -107,10 +106,10 @@ class Revival:
         try:
             await self._start_anew(number)
         except Exception as error:
-            if not isinstance(error, LoraplexError):  # which the fleet has logged
+            if not isinstance(error, LoraplexError):  # the fleet has logged these
                 logger.exception("replica %d could not be started anew; it is tried again", number)
             pause_s = min(2 * planned.pause_s, self._most_s)
-            if number in self._tries:  # else somebody has decided otherwise meanwhile
+            if number in self._tries:  # else the plan was dropped meanwhile
                 self._tries[number] = _Try(self._clock.now_s() + pause_s, pause_s)
         else:
             self._tries.pop(number, None)

@@ -1,7 +1,8 @@
-"""All that the routing of a fleet depends on, as events: what happened, in its order, and what was decided.
+"""Everything that the routing of a fleet depends on, as events: what happened, in order, and what was
+decided.
 
-A router decides by what it was told before, so that the same events lead to the same decisions again: in
-`fleet explain`, and in tests.
+A router decides by what it was told before, so the same events lead to the same decisions again: in `fleet
+explain`, and in tests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from loraplex.fleet.replanner import PERIOD_S
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
-    """Base of all events: an object of JSON that names its kind."""
+    """Base of all events: a JSON object that names its kind."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,7 +28,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PlacedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter's part of a plan (`fleet.plan.Entry`)."""
+    """An adapter's part of a placement plan (`fleet.plan.Entry`)."""
 
     version: str
     replicas: tuple[int, ...]
@@ -35,7 +36,7 @@ class PlacedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingAdapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part that waits until replicas have the adapter (`fleet.plan_change.Pending`)."""
+    """A part of a plan that waits until replicas have the adapter (`fleet.plan_change.Pending`)."""
 
     placed: PlacedAdapter
     waiting: list[int]
@@ -43,7 +44,7 @@ class PendingAdapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is to go on elsewhere (`fleet.migration.problem.Move`)."""
+    """A request that should continue on another replica (`fleet.migration.problem.Move`)."""
 
     request_id: str
     source: int
@@ -51,10 +52,10 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Began(_Event, frozen=True, tag="began"):
-    """The routing began, or begins anew with what follows up to the next request. `policy`: by its name;
-    `period_s`: of its placement. `costs`: the cost model of a replica, as a profile. `mean_tokens`: the
-    length of an answer that is expected. `device_bytes`: for adapters and KV cache on each replica; None if
-    they do not share any. `now_s`: the time, on the clock that `Ticked` goes by."""
+    """The routing began, or begins again with the events up to the next request. `policy`: its name;
+    `period_s`: period of its placement in seconds. `costs`: the cost model of a replica, as a profile.
+    `mean_tokens`: the expected length of an answer. `device_bytes`: memory shared by adapters and KV cache on
+    each replica; None if they share none. `now_s`: the time on the clock that `Ticked` uses."""
 
     policy: str
     limits: list[Limits]
@@ -66,7 +67,7 @@ class Began(_Event, frozen=True, tag="began"):
 
 
 class AdapterKnown(_Event, frozen=True, tag="adapter"):
-    """An adapter was added, or is there again."""
+    """An adapter was added, or added again."""
 
     version: str
     rank: int
@@ -78,7 +79,7 @@ class AdapterRemoved(_Event, frozen=True, tag="adapter_removed"):
 
 
 class Joined(_Event, frozen=True, tag="joined"):
-    """A replica joined: the next one, or another one in the place of one that has left."""
+    """A replica joined: under the next number, or in place of one that has left."""
 
     replica: int
     limits: Limits
@@ -101,13 +102,13 @@ class Holds(_Event, frozen=True, tag="holds"):
 
 
 class Lost(_Event, frozen=True, tag="lost"):
-    """A replica is down, and holds nothing any more."""
+    """A replica is down and has lost all adapters."""
 
     replica: int
 
 
 class Open(_Event, frozen=True, tag="open"):
-    """A request that was sent before the routing began anew and has not ended."""
+    """A request that was sent before the routing began again and has not ended."""
 
     request_id: str
     replica: int
@@ -117,9 +118,9 @@ class Open(_Event, frozen=True, tag="open"):
 
 
 class Sent(_Event, frozen=True, tag="sent"):
-    """A decision: a request was sent to this replica. `at_unix_s`: the time, for people. `is_move`: there was
-    nothing to choose, as it migrates to this replica. `rejected`: why others could not be chosen, if more is
-    known than that they accept none."""
+    """A decision: a request was sent to this replica. `at_unix_s`: the time, for people. `is_move`: it
+    migrates to this replica, so there was nothing to choose. `rejected`: why others could not be chosen, if
+    more is known than that they accept no requests."""
 
     request_id: str
     replica: int
@@ -135,16 +136,16 @@ class FirstToken(_Event, frozen=True, tag="first_token"):
 
 
 class Ended(_Event, frozen=True, tag="ended"):
-    """A request ended. `output_tokens`: None if it was not answered in full."""
+    """A request ended. `output_tokens`: None if it was not answered completely."""
 
     request_id: str
     output_tokens: int | None = None
 
 
 class Ticked(_Event, frozen=True, tag="ticked"):
-    """A decision: adapters are placed anew, or requests move. `serving`: the replicas that take requests.
-    `num_output`: tokens of the answers so far, if requests may move. `placed`: what is other than in the plan
-    before. `stages`: how many copies of adapters it has replicas bring in."""
+    """A decision: adapters are placed again, or requests move. `serving`: the replicas that take requests.
+    `num_output`: output tokens so far, if requests may move. `placed`: entries that differ from the previous
+    plan. `stages`: number of adapter copies that replicas have to load for it."""
 
     now_s: float
     serving: list[int]
@@ -155,7 +156,7 @@ class Ticked(_Event, frozen=True, tag="ticked"):
 
 
 class Staged(_Event, frozen=True, tag="staged"):
-    """A replica has brought in an adapter, or could not."""
+    """A replica has loaded an adapter for a plan, or could not."""
 
     replica: int
     version: str
@@ -163,9 +164,9 @@ class Staged(_Event, frozen=True, tag="staged"):
 
 
 class PlanState(_Event, frozen=True, tag="plan"):
-    """What a routing that begins anew goes on with (`fleet.live_controller.ControllerState`). `plan` and
-    `target`: None before the first plan. `rates`: tokens/s in the last periods, of adapters that were asked
-    for."""
+    """The state that a routing which begins again continues with (`fleet.live_controller.ControllerState`).
+    `plan` and `target`: None before the first plan. `rates`: tokens/s in the last periods, of adapters with
+    requests."""
 
     since_s: float
     place_s: float | None
@@ -204,7 +205,7 @@ RoutingEvent = (
 
 
 def call_id_of(request_id: str) -> str:
-    """Return the id of the call that a request is a choice of: it has that id and its number."""
+    """Return the id of the call that a request is a choice of: a request id is the call's id and a number."""
     return request_id_of(request_id).rpartition("-")[0]
 
 

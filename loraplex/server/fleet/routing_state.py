@@ -1,4 +1,5 @@
-"""What a fleet's controller remembers as an event: adapters have versions there, and numbers here."""
+"""Convert the state of a fleet's controller, in which adapters have numbers, to and from an event, in which
+they have versions."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def placed_adapter(version: str, entry: Entry) -> PlacedAdapter:
 
 
 def plan_state(state: ControllerState, versions: Mapping[int, str]) -> PlanState:
-    """Return the event of a state. `versions`: of the adapters that are kept, by number."""
+    """Return a state as an event. `versions`: versions of the adapters that are kept, by number."""
     counted = state.counted
     rates: dict[str, list[float]] = {}
     if counted is not None and counted.rates:
@@ -57,7 +58,7 @@ def plan_state(state: ControllerState, versions: Mapping[int, str]) -> PlanState
 
 
 def controller_state(event: PlanState, numbers: Mapping[str, int]) -> ControllerState:
-    """Return the state of an event, for adapters with these numbers."""
+    """Return the state in an event, for adapters with these numbers."""
 
     def column(values: Iterable[tuple[str, float]]) -> FloatArray:
         found = np.zeros(len(numbers))
@@ -100,7 +101,7 @@ def _placed(plan: Plan | None, versions: Mapping[int, str]) -> list[PlacedAdapte
 
 
 def _plan(placed: Sequence[PlacedAdapter] | None) -> Plan | None:
-    """Return the plan of adapters in the order of their numbers."""
+    """Return the plan, given its adapters in the order of their numbers."""
     return None if placed is None else Plan.of_entries([_entry(each) for each in placed])
 
 

@@ -1,13 +1,15 @@
-"""The watch over a server elsewhere: who is there, whether it is well, and what it shows.
+"""The watch over a server elsewhere: its identity, its health, and its metrics.
 
 NEW ──start()──▶ STARTING ──▶ READY ◀──────────┐
-                    │           │ no answer,   │ well again, with the base model and
-                    ▼           ▼ or not well  │ all adapters
+                    │           │ no answer,   │ healthy again, with the base model and
+                    ▼           ▼ or unhealthy │ all adapters
                   FAILED     UNREACHABLE ──────┘      close() leads to CLOSED from everywhere
 
-One that is READY, but drops requests or completes none, is shown as UNREACHABLE as well (`dropped_requests`).
+A server that is READY but drops requests, or completes none, is shown as UNREACHABLE as well
+(`dropped_requests`).
 
-Who started the server brings it back: it is asked for as long as it takes, so it never fails later on.
+The server is restarted by whoever started it: the watch waits for it as long as it takes, so it never enters
+FAILED after the start.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE_S: Final = 1.0
 _LOOK_TIMEOUT_S: Final = 5.0
-"""How long the watch over a server waits for its list of models; nobody looks after its health meanwhile."""
+"""Seconds to wait for a server's list of models; its health is not checked meanwhile."""
 
 
 class ServerWatch:
-    """The state of a server, and how it comes about. `life`, `liveness`, `drops`, `stalls`: what is known of
-    it, and who waits for it. `look`: set when there is a reason to look after it now. `backend`: the server
-    as it last described itself. For use in one event loop."""
+    """The state of a server, and its transitions. `life`, `liveness`, `drops`, `stalls`: what is known of it,
+    and its waiters. `look`: set when there is a reason to check it now. `backend`: the server as it last
+    described itself. For use in one event loop."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class ServerWatch:
         self._stats_taken_s = float("-inf")
         self._stats_call: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None  # of adapters that were refused
-        self._mending: asyncio.Task[None] | None = None  # of adapters that a server turned out to lack
+        self._mending: asyncio.Task[None] | None = None  # of adapters that the server turned out to lack
         self._retried_s = clock.now_s()
 
     @property
@@ -135,7 +137,7 @@ class ServerWatch:
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {self.url}")
 
     async def close(self) -> None:
-        """End the watch, and with it all that waits for the server."""
+        """End the watch, and everything that waits for the server."""
         self.life.set(EngineState.CLOSED, SHUTTING_DOWN)
         self.liveness.give_up(EngineClosedError(SHUTTING_DOWN))
         begun = (self._watcher, self._stats_call, self._retry, self._mending)
@@ -145,13 +147,14 @@ class ServerWatch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ready_backend(self) -> Backend:
-        """Return the server as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
+        """Return the server as soon as it is ready. Raises EngineDeadError if that takes too long or cannot
+        happen."""
         await self.life.wait_ready(self._options.ready_timeout_s)
         assert self.backend is not None
         return self.backend
 
     async def stats(self) -> EngineStats:
-        """See EngineClient.stats. All zero while the server is away."""
+        """See EngineClient.stats. All are zero while the server is away."""
         age_s = self._clock.now_s() - self._stats_taken_s
         if self.healthy and age_s > self._options.stats_max_age_s:
             if self._stats_call is None or self._stats_call.done():
@@ -160,26 +163,26 @@ class ServerWatch:
         return self._stats
 
     def doubt(self, error: EngineDeadError) -> None:
-        """A request went wrong in a way that may be the server's end."""
+        """Handle a failed request that may mean that the server is gone."""
         if isinstance(error, UnreachableError) and error.nobody_listens:
             self.lose(str(error))
         self.look.set()
 
     def note_drop(self, era: int, error: EngineDeadError, *, is_cut: bool) -> None:
-        """A request was dropped before its first token. A server that is lost, or will be, is none that drops
-        requests: the watch over it looks after that."""
+        """Record that a request was dropped before its first token. This is ignored for a server that is
+        lost: the watch handles that."""
         if not self.life.is_ready:
             return
         if self.drops.dropped(era, self._aside_in_words("drops requests", error), is_cut=is_cut):
             logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
 
     def _aside_in_words(self, what: str, error: Exception) -> str:
-        problem = str(error).partition("; ")[0]  # without its advice, which is another
+        problem = str(error).partition("; ")[0]  # without its advice, which does not apply here
         return f"the server at {self.url} says that it is well, but {what} ({problem}); see its log"
 
     async def _check_completes(self) -> None:
-        """BackendError, in words for the status, unless the server completes a prompt, or has too many
-        others to take it, which is no fault."""
+        """Raise BackendError, with a message for the status, unless the server completes a prompt or has too
+        many requests to accept it, which is no fault."""
         assert self.backend is not None
         timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
         self._in_flight.begin(None)
@@ -193,15 +196,15 @@ class ServerWatch:
             self._in_flight.end(None)
 
     def note_stall(self) -> None:
-        """A request has stalled: send the server no others until it completes a prompt, as they would stall
-        as well, each for a minute. One whose tokens come is only slow."""
+        """Handle a stalled request: send the server no others until it completes a prompt, because they would
+        stall too, each for a minute. A server that still sends tokens is only slow."""
         if self.healthy and not self.stalls.tokens_come:
             reason = f"the server at {self.url} says that it is well, but sends nothing of its requests"
             self.drops.set_aside(f"{reason}; see its log", is_cut=False)
             logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
 
     async def _try_again(self) -> None:
-        """Send requests to a server that was set aside, if it completes a prompt."""
+        """Send requests again to a server that was set aside, if it completes a prompt."""
         try:
             await self._check_completes()
         except BackendError as error:
@@ -211,7 +214,7 @@ class ServerWatch:
         logger.info("the server at %s answers again, and is sent requests", self.url)
 
     async def _watch(self) -> None:
-        """Look after the server until the replica is closed."""
+        """Check the server periodically until the replica is closed."""
         pause_s = self._options.first_pause_s
         while True:
             is_urgent = await self._wait_to_look(pause_s)
@@ -219,7 +222,7 @@ class ServerWatch:
                 if is_urgent or not self._heard_lately():
                     await self._check_health()
                 if self.life.state is EngineState.UNREACHABLE or is_urgent:
-                    # A server that broke a connection may have been started again since.
+                    # A server that broke a connection may have been restarted since.
                     await self._bring_back()
                 if self.life.is_ready and self.drops.is_due:
                     await self._try_again()
@@ -234,10 +237,10 @@ class ServerWatch:
                 pause_s = self._options.max_pause_s
 
     def _retry_refused(self) -> None:
-        """Offer the server again what it refused, if it is time; not here, as that may take long."""
+        """Offer the server again what it refused, if it is time; in a task, as that may take long."""
         now_s = self._clock.now_s()
         if not self._adapters.refused:
-            self._retried_s = now_s  # what is refused from now on has just been tried
+            self._retried_s = now_s  # anything refused from now on has just been tried
         elif now_s - self._retried_s >= self._options.refused_retry_s and (
             self._retry is None or self._retry.done()
         ):
@@ -251,7 +254,7 @@ class ServerWatch:
             self.look.set()
 
     async def _wait_to_look(self, pause_s: float) -> bool:
-        """Wait until it is time to look; returns whether there is a special reason to."""
+        """Wait until it is time for a check; return whether there is a special reason for it."""
         if self.healthy:
             pause_s = self._options.busy_interval_s if self._in_flight.num else self._options.idle_interval_s
         try:
@@ -260,7 +263,7 @@ class ServerWatch:
         except TimeoutError:
             return False
         self.look.clear()
-        # Many requests may fail one after the other, and a server that is away is not asked more often.
+        # Many requests may fail one after the other, and a server that is away must not be asked more often.
         await asyncio.sleep(self._options.first_pause_s if self.healthy else pause_s)
         return True
 
@@ -269,7 +272,7 @@ class ServerWatch:
         return self.healthy and age_s < self._options.busy_interval_s
 
     async def _check_health(self) -> None:
-        """EngineDeadError unless the server is well, or sends tokens and is too busy to say so."""
+        """Raise EngineDeadError unless the server is healthy, or sends tokens and is too busy to answer."""
         asked_s = self._clock.now_s()
         try:
             answer = await self._http.call("GET", "/health", timeout_s=self._options.silence_s)
@@ -283,7 +286,7 @@ class ServerWatch:
         self.liveness.heard()
 
     async def answers(self) -> bool:
-        """Tell whether the server is well, if it says so at once."""
+        """Return whether the server reports at once that it is healthy."""
         try:
             answer = await self._http.call("GET", "/health", timeout_s=_AT_ONCE_S)
         except UnreachableError:
@@ -291,14 +294,14 @@ class ServerWatch:
         return answer.status == 200
 
     async def _bring_back(self) -> None:
-        """Make sure that the server is the one that was there, with all adapters: before it serves again if
-        it was away, else beside what it serves."""
+        """Make sure that the server is the expected one, with all adapters: before it serves again if it was
+        away, otherwise while it serves."""
         timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
         backend = await identify(self._http, self._expected, timeout_s=timeout_s)
         self._meet(backend)
         if self.life.state is EngineState.READY:
             if self._mending is not None:
-                self._mending.cancel()  # the loads under way go on, and are joined
+                self._mending.cancel()  # loads in progress continue, and are joined
             self._mending = asyncio.create_task(self._mend(backend.adapters))
         elif self.life.state is EngineState.UNREACHABLE:
             await self._restore(backend.adapters)
@@ -316,8 +319,8 @@ class ServerWatch:
             logger.exception("the adapters of %s could not be looked after", self.url)
 
     async def _restore(self, served: Iterable[str]) -> None:
-        """Bring the adapters of a server that was away up to date, and look after its health meanwhile: loads
-        may take minutes. Raises EngineDeadError if it goes away again."""
+        """Update the adapters of a server that was away, and check its health meanwhile: loads may take
+        minutes. Raises EngineDeadError if it goes away again."""
         restoring = asyncio.create_task(self._adapters.restore(served))
         try:
             while not (await asyncio.wait([restoring], timeout=self._options.idle_interval_s))[0]:
@@ -343,13 +346,13 @@ class ServerWatch:
         )
 
     def lose(self, reason: str) -> None:
-        """The server is away. Its requests are lost, its adapters have to be looked for."""
+        """Handle that the server is away: its requests are lost, and it may have lost its adapters."""
         if self.life.state is EngineState.READY:
             logger.error("%s; looking for it until it is back", reason)
             self.life.set(EngineState.UNREACHABLE, reason)
             for task in (self._retry, self._mending):
                 if task is not None:
-                    task.cancel()  # what it would load waits until the server is back
+                    task.cancel()  # their loads wait until the server is back
             self._adapters.give_up(reason)
             self._stats, self._stats_taken_s = EngineStats(), float("-inf")
             self.liveness.give_up(EngineDeadError(f"{reason}; send the request again"))

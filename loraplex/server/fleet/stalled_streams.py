@@ -1,18 +1,18 @@
-"""Streams that stall on a server which says that it is well.
+"""Detect streams that stall on a server which reports that it is healthy.
 
-A server may answer `/health` while the engine behind it hangs, or while its answers are held up on their way.
-From outside that looks like a long prompt, a long queue, or a request that was preempted, so a stream may be
-silent for a while. The server computes if it has shown so lately, within `silence_s` and the time that the
-longest request in flight may take to be read: by a token of any stream, or by a change in its metrics while
-it has more requests than were sent from here. Where it has no others, it computes ours, and their tokens
-would be here.
+A server may answer `/health` while the engine behind it hangs, or while its answers are delayed on their way.
+From outside that looks like a long prompt, a long queue, or a preempted request, so a stream may be silent
+for a while. The server counts as computing if it has shown so recently, within `silence_s` plus the time that
+the prefill of the longest request in flight may take: by a token of any stream, or by a change in its metrics
+while it has more requests than were sent from here. If it has no others, it computes ours, and their tokens
+would have arrived.
 
     the stream waits for    on a server that computes                          on another one
     its first token         ten times `silence_s`, and the longest request,    `silence_s` and the
                             since any stream had a token: it is queued         longest request
     any other               the same, since its own last token                 the same
 
-What is then done about it is for the fleet to decide, which knows whether another replica can go on.
+The fleet decides what to do about it, because it knows whether another replica can continue the request.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from loraplex.core.clock import Clock
 from loraplex.core.stats import EngineStats
 
 _PREFILL_TOKENS_PER_S: Final = 100.0
-"""What a slow server reads of a prompt: one on a CPU, with others to serve."""
+"""Prefill rate in tokens/s of a slow server: one on a CPU, with others to serve."""
 _BEHIND_OTHERS: Final = 10.0
-"""So much longer a stream may be silent while the server computes others: it is queued or was preempted, and
-would be read once more elsewhere, where there may be no more room."""
+"""Factor on the allowed silence of a stream while the server computes others: it is queued or was preempted,
+and would be prefilled again elsewhere, where there may be no more room."""
 
 
 @dataclass(slots=True)
 class StreamWait:
-    """A request on a server. `num_tokens`: what the server was sent, with the answer so far.
-    `waits_since_s`: when it began to wait for what comes next, None while it does not: its adapter is being
-    loaded, or the client has not taken what was there."""
+    """A request on a server. `num_tokens`: tokens sent to the server, including the output so far.
+    `waits_since_s`: since when it waits for its next output; None while it does not, because its adapter is
+    being loaded or the client has not taken the last output."""
 
     num_tokens: int
     has_tokens: bool = False
@@ -57,13 +57,13 @@ class StalledStreams:
 
     @property
     def tokens_come(self) -> bool:
-        """Tell whether a token came lately, of whichever stream."""
+        """Return whether a token of any stream came recently."""
         return self._clock.now_s() - self._arrived_s <= self._silence_s
 
     def saw(self, stats: EngineStats, *, num_ours: int) -> None:
-        """Take over what the server's metrics say, who has `num_ours` requests from here. Requests that wait
-        do not show that it computes: clients send them. Nor does what it says first, as nothing is known to
-        have changed."""
+        """Record the server's metrics; it has `num_ours` requests from here. Waiting requests do not show
+        that it computes, because clients send them. Neither does the first report, because there is none to
+        compare it with."""
         figures = (
             stats.num_steps,
             stats.num_running,
@@ -77,11 +77,11 @@ class StalledStreams:
         self._figures = figures
 
     def computes(self, waits: Mapping[str, StreamWait]) -> bool:
-        """Tell whether the server has shown lately that it computes; `waits`: the requests on it."""
+        """Return whether the server has shown recently that it computes; `waits`: the requests on it."""
         return self._clock.now_s() - self._computed_s <= self._silence_s + _longest_s(waits)
 
     def among(self, waits: Mapping[str, StreamWait]) -> list[str]:
-        """Return the ids of those requests that have stalled."""
+        """Return the ids of the requests that have stalled."""
         computes, now_s = self.computes(waits), self._clock.now_s()
         limit_s = self._silence_s * (_BEHIND_OTHERS if computes else 1.0) + _longest_s(waits)
 

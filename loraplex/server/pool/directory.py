@@ -1,9 +1,8 @@
-"""The front's knowledge of the adapter pool: which replicas have a version, and whom others copy it from.
+"""The front's directory of the adapter pool: which replicas have a version, and from which others copy it.
 
-The replicas that have a version, or are about to, stand in the order in which they came to it. The first
-reads its files; each of the others copies from one that stands before it, so that nobody waits for somebody
-who waits for him, or from one that was seen to have it. They form a tree: of many replicas that want a
-version at once, each has two to serve.
+Replicas that have a version, or will soon, are ordered by when they came to it. The first reads the files;
+each of the others copies from an earlier one, so that no two wait for each other, or from one that is known
+to have it. They form a tree: if many replicas want a version at once, each serves two others.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ from loraplex.server.engine_sockets import CurveKeys
 from loraplex.server.pool.messages import Holder
 
 _MAX_HOLDERS: Final = 3
-"""As many replicas are named to one that wants a version."""
+"""Most holders named to a replica that wants a version."""
 _ON_DISK: Final = "disk"
 _ARRIVED: Final = ("host", "device")
 
 
 class PoolDirectory:
-    """Of one fleet, from its start to its end. `keys`: the pair with which its replicas know each other."""
+    """The pool of one fleet, from its start to its end. `keys`: the key pair by which its replicas
+    authenticate each other."""
 
     def __init__(self) -> None:
         self.keys = CurveKeys.make()
         self._addresses: dict[int, str] = {}
-        # By version: replicas, and whether they were seen to have it. One that was and has it no more in its
-        # host memory, as a GPU may have it alone, is not waited for.
+        # By version: replicas, and whether they were seen to have it. One that had it and no longer has it in
+        # host memory (a GPU may have the only copy) is not waited for.
         self._orders: dict[str, dict[int, bool]] = {}
         self._in_flight: Counter[tuple[str, int]] = Counter()
 
@@ -39,7 +39,7 @@ class PoolDirectory:
         self._addresses[replica] = address
 
     def lost(self, replica: int) -> None:
-        """Send nobody to a replica before it says again what it has."""
+        """Direct no copies to a replica until it reports again what it has."""
         for version in [version for version, order in self._orders.items() if replica in order]:
             self.leave(replica, version)
 
@@ -48,7 +48,7 @@ class PoolDirectory:
         self.lost(replica)
 
     def begin(self, replica: int, version: str) -> tuple[Holder, ...]:
-        """Record that a replica is sent a request for a version; return whom it copies it from."""
+        """Record that a replica is sent a request for a version; return the replicas it can copy it from."""
         self._in_flight[version, replica] += 1
         self._orders.setdefault(version, {}).setdefault(replica, False)
         return self.holders(replica, version)
@@ -60,7 +60,7 @@ class PoolDirectory:
             del self._in_flight[version, replica]
 
     def saw(self, replica: int, stats: EngineStats) -> None:
-        """Take over what a replica says to have. Requests that it does not know of yet count as well."""
+        """Record the adapters that a replica reports. Requests that it does not know of yet count as well."""
         for adapter in stats.adapters:
             if adapter.tier != _ON_DISK or adapter.in_flight:
                 self._orders.setdefault(adapter.version, {})[replica] = adapter.tier in _ARRIVED
@@ -68,13 +68,13 @@ class PoolDirectory:
                 self.leave(replica, adapter.version)
 
     def holders(self, replica: int, version: str) -> tuple[Holder, ...]:
-        """Return whom a replica copies a version from, in the order in which to ask."""
+        """Return the replicas that a replica can copy a version from, in the order in which to ask them."""
         arrived = self._orders.get(version, {})
         order = list(arrived)
         place = order.index(replica) if replica in order else len(order)
         parent = max(place - 1, 0) // 2
         ranked = [*order[parent:place][:1], *order[:parent], *order[parent + 1 : place]]
-        # It may have lost since what those behind it have; nobody is waited for among these.
+        # The replica may have lost a version that later ones have. These are asked, but never waited for.
         ranked += [each for each in order[place + 1 :] if arrived[each]]
         named = [
             Holder(
@@ -97,38 +97,38 @@ class PoolDirectory:
 
 
 class NoPool:
-    """The pool of a single engine: there is nobody to copy from."""
+    """The pool of a single engine, which has no replica to copy from."""
 
     keys: CurveKeys | None = None
 
     def opened(self, address: str) -> None:
-        """Its engine process offers slabs at this address."""
+        """Record the address at which the engine process offers slabs."""
 
     def lost(self) -> None:
-        """Its engine process does not answer."""
+        """Record that the engine process does not answer."""
 
     def closed(self) -> None:
-        """Its engine process has ended."""
+        """Record that the engine process has ended."""
 
     def begin(self, version: str | None) -> tuple[Holder, ...]:
-        """A request is sent there; return whom its adapter can be copied from."""
+        """Record that a request is sent to the engine; return the replicas its adapter can be copied from."""
         return ()
 
     def end(self, version: str | None) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
 
     def forget(self, version: str) -> None:
-        """A version is removed."""
+        """Record that a version is removed."""
 
     def saw(self, stats: EngineStats) -> None:
-        """It says which adapters it has."""
+        """Record the adapters that the engine reports."""
 
     def holders(self, version: str) -> tuple[Holder, ...]:
         return ()
 
 
 class PoolMember(NoPool):
-    """The pool as the front's handle on one replica uses it."""
+    """The pool as used by the front's handle on one replica."""
 
     def __init__(self, directory: PoolDirectory, replica: int) -> None:
         self._directory = directory

@@ -1,12 +1,12 @@
-"""What replicas say to each other about slabs: ranged reads, as HTTP has them, over CurveZMQ.
+"""Messages between replicas about slabs: ranged reads, as in HTTP, over CurveZMQ.
 
     replica without it                           replica that has it
     ──────────────────                           ───────────────────
     Ask (bytes [begin, end) of a slab) ────────▶
                                        ◀──────── Answer, and the bytes if it has them
 
-Every Ask is answered by itself, so that a copy that broke off goes on from where it was, over another
-connection or from another replica. One side asks for a few pieces ahead; more are never on their way.
+Each Ask is answered independently, so an interrupted copy resumes where it was, over another connection or
+from another replica. The client asks for a few pieces ahead; no more are ever in flight.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Final
 import msgspec
 
 PIECE_BYTES: Final = 1 << 20
-"""The most that is asked for at a time."""
+"""Most bytes requested at a time."""
 MAX_ASK_BYTES: Final = 4096
 MAX_ANSWER_BYTES: Final = PIECE_BYTES + 4096
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """A replica that has a version in its host memory, or is about to. `awaited`: it was not seen there yet,
-    and will come, as requests for it are there. `number`: the replica's, for logs."""
+    """A replica that has a version in its host memory, or will soon. `awaited`: it was not seen to have the
+    version yet but will, because it has requests for it. `number`: the replica's number, for logs."""
 
     address: str
     awaited: bool = False
@@ -32,13 +32,13 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shown(self) -> str:
-        """Return the name that logs have for it."""
+        """The replica's name in logs."""
         known_as = "the replica" if self.number is None else f"replica {self.number}"
         return f"{known_as} at {self.address}"
 
 
 class SlabState(StrEnum):
-    """What a replica says of a slab. COMES: it is being read or copied there at this moment."""
+    """The state of a slab at a replica. COMES: it is being read or copied there right now."""
 
     HELD = "held"
     COMES = "comes"
@@ -47,7 +47,7 @@ class SlabState(StrEnum):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [begin, end) of the slab of a version; see `engine.peers.SlabKey`."""
+    """A request for bytes [begin, end) of the slab of a version; see `engine.peers.SlabKey`."""
 
     version: str
     layout: str
@@ -56,7 +56,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """`num_bytes`: of the whole slab. `digest`: its SHA-256, None while it is being computed."""
+    """The answer to an Ask. `num_bytes`: of the whole slab. `digest`: its SHA-256, None while it is being
+    computed."""
 
     state: SlabState
     num_bytes: int = 0

@@ -1,8 +1,8 @@
 """The slabs in this process's host memory that other replicas may copy.
 
-Nothing is pinned for them: a slab that makes way for another one is withdrawn first, and whoever copies it
-goes elsewhere. So a slow reader never keeps memory from the requests of this replica. Bytes are copied out
-in pieces, and a piece counts only if the slab was still there when the copy had ended.
+Nothing is pinned for them: a slab is withdrawn before it is evicted, and its readers go elsewhere. So a slow
+reader never keeps memory from the requests of this replica. Bytes are copied out in pieces, and a piece
+counts only if the slab was still offered when its copy had ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from loraplex.engine.peers import SlabBytes
 
 _HASHED_BYTES: Final = 4 << 20
-"""After so many it is looked whether the slab is still there."""
+"""Bytes hashed between two checks that the slab is still offered."""
 
 
 class Offer:
-    """One slab. `digest`: its SHA-256, once it is known; `is_asked_for`: that is being computed."""
+    """One slab. `digest`: its SHA-256, once known; `is_asked_for`: the digest is being computed."""
 
     def __init__(self, key: SlabKey, memory: SlabBytes, digest: bytes | None) -> None:
         self.key = key
@@ -36,14 +36,14 @@ class Offer:
         return self._memory is not None
 
     def overlaps(self, begin: int, end: int) -> bool:
-        """Tell whether it lies in any of these addresses."""
+        """Return whether it overlaps this range of addresses."""
         return self._begin < end and begin < self._begin + self.num_bytes
 
     def withdraw(self) -> None:
         self._memory = None
 
     def copy(self, begin: int, end: int) -> SlabBytes | None:
-        """Return a copy of bytes [begin, end), None if it is not there any more."""
+        """Return a copy of bytes [begin, end); None if the slab was withdrawn."""
         memory = self._memory
         if memory is None:
             return None
@@ -63,10 +63,10 @@ class Offer:
 
 
 class Offers:
-    """All of them, and what is on its way here. Used by any thread."""
+    """All offered slabs, and the keys of those being read or copied here. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # for what is below
+        self._lock = threading.Lock()  # guards the fields below
         self._offers: dict[SlabKey, Offer] = {}
         self._coming: set[SlabKey] = set()
 
@@ -91,7 +91,7 @@ class Offers:
             self._offers[key] = Offer(key, slab, digest)
 
     def withdraw(self, memory: SlabBytes) -> None:
-        """Withdraw all that overlaps this memory."""
+        """Withdraw all slabs that overlap this memory."""
         begin = memory.ctypes.data
         with self._lock:
             self._remove([o for o in self._offers.values() if o.overlaps(begin, begin + memory.nbytes)])

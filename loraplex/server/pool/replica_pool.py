@@ -1,6 +1,6 @@
-"""A replica's part in the adapter pool of its fleet: what it offers, and whom it copies from.
+"""A replica's part in the adapter pool of its fleet: the slabs it offers, and the replicas it copies from.
 
-Part of every engine process, and without effect until the front says that there are other replicas.
+It is part of every engine process, and has no effect until the front reports other replicas.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_KNOWN: Final = 10_000
-"""Versions whose holders are remembered."""
+"""Number of versions whose holders are remembered."""
 _WAIT_S: Final = {SlabState.COMES: 10.0, SlabState.ABSENT: 2.0}
-"""How long a replica is waited for that is reading the slab, and one that has requests for it but has not
-begun. Longer than a step takes, and short enough where two replicas wait for each other."""
+"""Seconds to wait for a replica that is reading the slab, and for one that has requests for it but has not
+begun. Longer than a step, and short enough if two replicas wait for each other."""
 _SILENT_S: Final = 10.0
-"""A replica that answered nothing is not asked for so long: each adapter would wait for it again."""
+"""Seconds for which a replica that did not answer is not asked again: each adapter would wait again."""
 _ABANDONED_S: Final = 60.0
-"""A search that waits for one replica for so long is gone on with by nobody: its adapter is not wanted any
-more."""
+"""Seconds after which a search that waits for one replica is dropped: its adapter is no longer wanted."""
 
 
 @dataclass(kw_only=True)
 class _Search:
-    """The replicas that were not asked in vain yet; a connection to the first, and since when it is asked."""
+    """The replicas still to be asked, a connection to the first, and the time since which it is asked."""
 
     holders: deque[Holder]
     link: Link | None = None
@@ -59,22 +58,23 @@ class _Search:
 
 
 class ReplicaPool:
-    """`engine.peers.Peers` by network."""
+    """The implementation of `engine.peers.Peers` over the network."""
 
     def __init__(self) -> None:
         self._offers = Offers()
         self._keys: CurveKeys | None = None
         self._server: SlabServer | None = None
         self._context: Context | None = None
-        self._lock = threading.Lock()  # for what is below
+        self._lock = threading.Lock()  # guards the fields below
         self._holders: dict[str, Sequence[Holder]] = {}  # by version
-        self._searches: dict[SlabKey, _Search] = {}  # that go on later
+        self._searches: dict[SlabKey, _Search] = {}  # to be resumed later
         self._silent_since_s: dict[str, float] = {}  # by address
         self._num_copying = 0
         self._num_failures = 0
 
     def join(self, keys: CurveKeys, host: str) -> str:
-        """Offer slabs at an address of this machine from now on, and copy those of others; return where.
+        """Start to offer slabs at an address of this machine, and to copy those of others; return the
+        address.
 
         Raises zmq.ZMQError if nothing can listen there.
         """
@@ -88,7 +88,7 @@ class ReplicaPool:
         return self._server.address
 
     def locate(self, version: str, holders: Sequence[Holder]) -> None:
-        """Take over which replicas have a version, in the order in which to ask them."""
+        """Record which replicas have a version, in the order in which to ask them."""
         with self._lock:
             self._holders.pop(version, None)
             if holders:
@@ -97,8 +97,8 @@ class ReplicaPool:
                 del self._holders[next(iter(self._holders))]
 
     def close(self) -> None:
-        """Leave the pool, before the memory of the slabs is given back. Copies from others that are under way
-        are left to the end of the process. Idempotent."""
+        """Leave the pool; must be called before the memory of the slabs is freed. Copies from others that are
+        in progress are left to the end of the process. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -151,7 +151,7 @@ class ReplicaPool:
                 self._num_copying -= 1
 
     def _search(self, search: _Search, key: SlabKey, target: SlabBytes) -> bytes | None:
-        """Ask one replica after the other; the next one goes on with what the last one has begun."""
+        """Ask one replica after the other; each continues the copy where the last one stopped."""
         copy = SlabCopy(key, target, on_first=lambda: self._offers.comes(key))
         while search.holders and not copy.is_late:
             num_done, holder = copy.num_done, search.holders[0]
@@ -169,7 +169,7 @@ class ReplicaPool:
                 if isinstance(error, WrongBytesError):
                     copy.restart()
                 elif copy.num_done > num_done:
-                    continue  # the connection may have been cut only
+                    continue  # perhaps only the connection was cut
                 search.next()
                 continue
             if state is SlabState.HELD:
@@ -192,7 +192,7 @@ class ReplicaPool:
             return holder.address in self._silent_since_s
 
     def _set_aside(self, key: SlabKey, search: _Search) -> None:
-        """Keep a search that goes on later, and close those that were abandoned."""
+        """Keep a search to be resumed later, and close abandoned ones."""
         begun_s = time.monotonic() - _ABANDONED_S
         with self._lock:
             for other in [other for other, each in self._searches.items() if each.since_s < begun_s]:

@@ -1,4 +1,4 @@
-"""Copies a slab from another replica, piece by piece, and verifies its hash."""
+"""Copy a slab from another replica, piece by piece, and verify its hash."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ if TYPE_CHECKING:
 
 _PIECES_AHEAD: Final = 4
 _STALL_S: Final = 1.0
-"""A replica that answers nothing for so long is given up."""
+"""Seconds without an answer after which a replica is given up."""
 _LEAST_S: Final = 5.0
 _LEAST_BYTES_PER_S: Final = 10e6
-"""A copy that takes longer than these allow is given up, however steadily it comes."""
+"""A copy that takes longer than `_LEAST_S` plus its bytes at this rate is given up, however steadily it
+proceeds."""
 _HASH_AGAIN_S: Final = 0.005
 
 
 class CopyError(Exception):
-    """A copy came to nothing. The message says what was wrong with the replica it came from."""
+    """A copy failed. The message says what was wrong with the replica it came from."""
 
 
 class NoAnswerError(CopyError):
-    """The replica answers nothing."""
+    """The replica does not answer."""
 
 
 class WrongBytesError(CopyError):
-    """What came is not what the replica has: all of it has to come again."""
+    """The bytes received differ from the replica's: the whole slab must be copied again."""
 
 
 class Link:
-    """A connection to a replica. `stall_s`: how long it waits for an answer."""
+    """A connection to a replica. `stall_s`: seconds to wait for an answer."""
 
     def __init__(self, context: Context, address: str, keys: CurveKeys, stall_s: float = _STALL_S) -> None:
         self._stall_s = stall_s
@@ -63,7 +64,7 @@ class Link:
         self._socket.send(encode(Ask(key.version, key.layout, begin, end)))
 
     def answer(self) -> tuple[Answer, memoryview]:
-        """Return the next answer and its bytes. Raises CopyError if none comes, or one without sense."""
+        """Return the next answer and its bytes. Raises CopyError if there is none, or an invalid one."""
         if not self._socket.poll(int(self._stall_s * 1000)):
             raise NoAnswerError(f"it did not answer for {self._stall_s:g} s")
         frames = self._socket.recv_multipart(copy=False)
@@ -79,10 +80,10 @@ class Link:
 
 
 class SlabCopy:
-    """A slab on its way here, by one connection or by several, one after the other."""
+    """A slab being copied here, over one or several connections, one after the other."""
 
     def __init__(self, key: SlabKey, target: SlabBytes, on_first: Callable[[], None]) -> None:
-        """`on_first`: called when the first bytes have come."""
+        """`on_first`: called when the first bytes have arrived."""
         self._key = key
         self._target = target
         self._on_first = on_first
@@ -91,29 +92,29 @@ class SlabCopy:
 
     @property
     def digest(self) -> bytes:
-        """The hash of what has come."""
+        """The hash of the bytes received so far."""
         return self._hash.digest()
 
     @property
     def is_late(self) -> bool:
-        """Tell whether it has taken longer than it may, from whomever it came."""
+        """Return whether the copy has taken longer than allowed, over all replicas."""
         return time.monotonic() > self._until_s
 
     def restart(self) -> None:
-        """Begin with the first byte again."""
+        """Start again with the first byte."""
         self.num_done = 0
         self._hash = hashlib.sha256()
 
     def go_on(self, link: Link) -> SlabState:
-        """Copy all that is missing from a replica that has it; return HELD if it is all here and verified.
-        Returns what else the replica says if it does not have the slab.
+        """Copy everything missing from a replica; return HELD when all of it is here and verified, or the
+        state that the replica reports if it does not have the slab.
 
-        Raises CopyError; what had come until then stays.
+        Raises CopyError; the bytes received until then are kept.
         """
         num_bytes, num_asked, num_ahead = self._target.nbytes, self.num_done, 0
         answer, is_held = Answer(SlabState.ABSENT), False
         while not is_held or self.num_done < num_bytes:
-            # The first answer tells whether it is there at all.
+            # The first answer shows whether the slab is there at all.
             while num_ahead < (_PIECES_AHEAD if is_held else 1) and (not is_held or num_asked < num_bytes):
                 end = min(num_asked + PIECE_BYTES, num_bytes)
                 link.ask(self._key, num_asked, end)
@@ -141,7 +142,7 @@ class SlabCopy:
         if piece.nbytes != min(PIECE_BYTES, num_bytes - begin):
             raise CopyError(f"it sent {piece.nbytes} bytes instead of those that were asked for")
         self._target[begin : begin + piece.nbytes] = piece
-        # Of what is here now, not of what came: a copy within this process can go wrong as well.
+        # Hash the bytes in `target`, not those received: the copy within this process may go wrong too.
         self._hash.update(self._target[begin : begin + piece.nbytes].data)
         self.num_done += piece.nbytes
         if begin == 0:

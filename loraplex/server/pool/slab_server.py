@@ -1,7 +1,7 @@
-"""Answers ranged reads of the slabs that this process offers.
+"""Answer ranged reads of the slabs that this process offers.
 
-A thread of its own copies pieces out, without the interpreter's lock; ZeroMQ's threads encrypt and send them.
-The steps of the engine wait for neither. Only who has the fleet's key can connect.
+A dedicated thread copies pieces out without the GIL; ZeroMQ's threads encrypt and send them. The engine's
+steps wait for neither. Only holders of the fleet's key can connect.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from loraplex.server.remote_sockets import OnlyKey
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED: Final = 16
-"""Pieces that wait for one reader. What it asks for beyond that is dropped, and it has to ask again."""
+"""Number of pieces queued for one reader. Further requests of it are dropped, and it has to ask again."""
 _HANDSHAKE_MS: Final = 5000
-"""Who does not show the key by then is cut off."""
+"""Milliseconds within which a connection must show the key, or be closed."""
 _STOP_ADDRESS: Final = "inproc://stop"
 _NOTHING: Final = memoryview(b"")
 
 
 class SlabServer:
-    """`address`: where other replicas connect to."""
+    """A server for slabs. `address`: where other replicas connect to."""
 
     def __init__(self, offers: Offers, keys: CurveKeys, host: str) -> None:
-        """`host`: an address of this machine. `keys`: the pair that all replicas of the fleet have.
+        """`host`: an address of this machine. `keys`: the key pair that all replicas of the fleet share.
 
         Raises zmq.ZMQError if nothing can listen there.
         """
@@ -79,7 +79,7 @@ class SlabServer:
             thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more; when this returns, no thread touches a slab."""
+        """Stop answering; when this returns, no thread accesses a slab."""
         self._stop.send(b"")
         self._offers.clear()
         self._unhashed.put(None)
@@ -98,7 +98,7 @@ class SlabServer:
                 return
             try:
                 self._answer_next(self._asks)
-            except Exception:  # one reader's trouble must not end all others' copies
+            except Exception:  # one reader's failure must not end the copies of others
                 logger.exception("a bug while another replica copied an adapter")
 
     def _answer_next(self, asks: Socket) -> None:
@@ -130,7 +130,7 @@ class SlabServer:
         return Answer(SlabState.HELD, offer.num_bytes, offer.digest), piece.data
 
     def _hash(self) -> None:
-        """Compute the hashes that are asked for, beside the copies: nobody waits for one longer than for all
-        the bytes."""
+        """Compute requested hashes in parallel to the copies, so that a hash takes no longer than all the
+        bytes."""
         while (offer := self._unhashed.get()) is not None:
             offer.compute_digest()

@@ -16,7 +16,7 @@ from loraplex.fleet.migration.trigger import UnevenReplicas
 
 
 class HandMadeFleet:
-    """A fleet that remembers which replicas it was asked about."""
+    """A fleet that records which replicas it was asked about."""
 
     def __init__(self, requests: list[MigrationRequest], held: tuple[MigrationReplica, ...]) -> None:
         self.costs = costs()

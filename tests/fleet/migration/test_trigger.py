@@ -20,7 +20,7 @@ from loraplex.fleet.migration.trigger import UnevenReplicas, uneven_replicas
         ([0.95, 0.95, 0.95], [5, 5, 5], None),
         ([0.1, 0.1, 0.1], [30, 4, 2], ([0], [2])),
         ([0.1, 0.1, 0.1], [26, 4, 2], None),
-        # Where everybody is short of memory, the requests decide.
+        # If every replica is short of memory, the requests decide.
         ([0.95, 0.95, 0.95], [30, 4, 2], ([0], [2])),
         ([0.5], [100], None),
     ],

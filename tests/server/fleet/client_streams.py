@@ -23,7 +23,7 @@ SAMPLED: dict[str, Any] = {
 
 @dataclass
 class Seen:
-    """All that a client sees of one choice."""
+    """Everything that a client sees of one choice."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Seen:
 def stream(
     url: str, on_chunk: Callable[[int], None] = lambda number: None, **options: Any
 ) -> tuple[list[Seen], int]:
-    """Return what a client sees of each choice, and how many tokens it is told to have got."""
+    """Return what a client sees of each choice, and the number of tokens in the usage."""
     seen = [Seen() for _ in range(options.get("n", 1))]
     num_tokens = 0
     fields = {"model": "one", "prompt": "the dog", "max_tokens": MAX_TOKENS, **options}
@@ -61,7 +61,7 @@ def num_sent(url: str) -> int:
 
 
 def check_disturbed(url: str, disturb: Callable[[int], None], **options: Any) -> None:
-    """Have a stream answered twice: with `disturb`, which is given a replica that has it, and without."""
+    """Run a stream twice: with `disturb`, which is given a replica that has it, and without."""
     expected, num_expected = stream(url, **options)
     before = num_sent(url)
 

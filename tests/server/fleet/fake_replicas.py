@@ -19,18 +19,18 @@ from loraplex.server.replica import Continuation
 
 
 class FakeReplica:
-    """`staged`: versions that it was asked to bring in, in that order. `pause`: streams wait while it is
-    cleared."""
+    """A replica in this process. `staged`: versions that it was asked to load, in order. `pause`: streams
+    wait while it is cleared."""
 
     def __init__(self) -> None:
         self.state = EngineState.NEW
         self.message = ""
         self.num_steps = 0
-        self.stats_gate: asyncio.Event | None = None  # what its next report waits for
+        self.stats_gate: asyncio.Event | None = None  # its next report waits for this
         self.failed = asyncio.Event()
         self.info: Ready | None = None
         self.num_restarts = 0
-        self.memory_bytes = 0  # for adapters of 64 bytes each; 0 if it does not tell
+        self.memory_bytes = 0  # for adapters of 64 bytes each; 0 if it does not report it
         self.known: set[str] = set()
         self.held: set[str] = set()
         self.staged: list[str] = []

@@ -39,7 +39,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def spec_in(folder: Path, **options: Any) -> AdapterSpec:
-    """The adapter that is written to a folder."""
+    """Return the spec of an adapter that is written to a folder."""
     return read_adapter(write_adapter(folder, **options), SHAPE)
 
 
@@ -82,12 +82,12 @@ def request_for(
 
 
 async def answer(engine: AsyncEngine, request: EngineRequest) -> EngineOutput:
-    """All of it as one output."""
+    """Return all outputs merged into one."""
     return merge_outputs([output async for output in engine.generate(request)])
 
 
 async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
-    """Poll for what another process does and nobody announces; `run` bounds it."""
+    """Poll for a condition in another process that sends no notification; `run` bounds the time."""
     while True:
         found = condition()
         if found if isinstance(found, bool) else await found:

@@ -56,7 +56,7 @@ def front(
     backends: list[tuple[subprocess.Popen[str], str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
-    """A front of `backends`."""
+    """Start a front of `backends`."""
     addresses = [option for _, url in backends for option in ("--backend", url)]
     state = tmp_path_factory.mktemp("front")
     options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), *addresses)
@@ -99,7 +99,7 @@ def test_bad_backends_are_refused_in_words(folder: Path, single: str, tmp_path: 
 def test_a_stream_outlives_the_server_behind_the_front(
     front: str, backends: list[tuple[subprocess.Popen[str], str]]
 ) -> None:
-    """It ends one of the backends: those that use them afterwards have to take the others."""
+    """This ends one of the backends: later tests have to use the others."""
     short: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     expected = stream(front, **short)
     killed: list[int] = []
@@ -119,7 +119,7 @@ def test_a_stream_outlives_the_server_behind_the_front(
 
 
 class Front:
-    """A front, and what is asked of it."""
+    """A front, and the calls that tests make to it."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
@@ -130,13 +130,13 @@ class Front:
         return httpx.post(f"{self.url}/v1/{verb}_lora_adapter", json=body, timeout=PATIENCE_S)
 
     def load(self, name: str, path: Path, **fields: Any) -> str:
-        """Load what must be loaded; returns its version."""
+        """Load an adapter, which must succeed; return its version."""
         answer = self.change("load", name, lora_path=str(path), **fields)
         assert answer.status_code == 200, answer.text
         return answer.headers[HEADER]
 
     def served(self) -> dict[str, tuple[str, str | None]]:
-        """The version and the canary of each adapter."""
+        """Return the version and the canary of each adapter."""
         rows = httpx.get(f"{self.url}/v1/adapters", timeout=PATIENCE_S).json()["data"]
         return {row["name"]: (row["version"], row["canary"] and row["canary"]["version"]) for row in rows}
 
@@ -153,20 +153,20 @@ class Front:
 
 
 def versions_at(url: str) -> set[str]:
-    """The versions that a server behind fronts has."""
+    """Return the versions that a server behind fronts has."""
     models = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
     return {model["id"].removeprefix("lpx-") for model in models if model["id"].startswith("lpx-")}
 
 
 @pytest.fixture(scope="module")
 def urls(backends: list[tuple[subprocess.Popen[str], str]]) -> list[str]:
-    """Two servers that still run: another test ends one of the three."""
+    """Return two servers that still run: another test ends one of the three."""
     return [url for process, url in backends if process.poll() is None][-2:]
 
 
 @pytest.fixture(scope="module")
 def options(folder: Path, urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """What both fronts are started with: two servers and one state folder."""
+    """Return the common options of both fronts: two servers and one state folder."""
     addresses = [option for url in urls for option in ("--backend", url)]
     state = tmp_path_factory.mktemp("fronts")
     return ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state), *addresses)

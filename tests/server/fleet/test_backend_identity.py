@@ -1,4 +1,4 @@
-"""Who answers at the address of a backend, and what is said of one that cannot be used."""
+"""Identifying the server at a backend's address, and the message for one that cannot be used."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_server_that_does_not_answer_is_said_so() -> None:
 def test_a_fleet_that_cannot_start_says_what_is_wrong_with_each_server(
     tmp_path: Path, has_dead: bool
 ) -> None:
-    """The most telling reason first; also to who adds adapters meanwhile."""
+    """The most specific reason comes first; callers that add adapters meanwhile get it too."""
 
     async def scenario() -> None:
         async with VllmDialect() as dead:

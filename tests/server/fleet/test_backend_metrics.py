@@ -1,4 +1,4 @@
-"""What is read from a server's /metrics page."""
+"""Parsing a server's /metrics page."""
 
 from __future__ import annotations
 

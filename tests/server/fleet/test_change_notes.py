@@ -1,4 +1,5 @@
-"""`loraplex fleet scale` and `restart`: what is said while a server works on it, never before a refusal."""
+"""`loraplex fleet scale` and `restart`: the note printed while a server works on it, never before a
+refusal."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DONE = (200, b'{"data": []}')
 
 @contextmanager
 def server_that(answers: Callable[[], tuple[int, bytes]]) -> Iterator[str]:
-    """A server with this answer to every change; yields its URL."""
+    """Run a server with this answer to every change; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -111,7 +111,7 @@ def test_no_replica_that_accepts_is_said() -> None:
 
 
 def logged(state_dir: Path, num_requests: int, *, max_events: int = 1000) -> list[Sent]:
-    """What a server would do with its log, and what it decided."""
+    """What a server would do with its log, and its decisions."""
     log = DecisionLog(state_dir, max_events)
     log.begin([began()])
     sent: list[Sent] = []
@@ -240,7 +240,7 @@ def test_a_full_disk_ends_the_log_and_nothing_else(
 
 
 def test_two_servers_of_one_process_id_write_no_file_together(tmp_path: Path) -> None:
-    for _ in range(2):  # as the first processes of two containers
+    for _ in range(2):  # like the first processes of two containers
         logged(tmp_path, 4)
     assert len(list((tmp_path / decision_log.FOLDER).iterdir())) == 2
     assert [sum(isinstance(event, Sent) for event in events) for events in logged_decisions(tmp_path)] == [

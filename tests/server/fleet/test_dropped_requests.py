@@ -1,4 +1,4 @@
-"""Servers that say they are well and drop requests: set aside for a while, and tried again."""
+"""Servers that report to be healthy but drop requests: set aside for a while, and tried again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_server_that_drops_requests_is_set_aside_and_its_streams_go_on() -> No
                 with pytest.raises(NotAcceptedError):
                     await answer(replica, request_for([5]))
             num_asked = len(server.bodies("/completions"))
-            await until(lambda: len(server.bodies("/completions")) > num_asked)  # it is tried, in vain
+            await until(lambda: len(server.bodies("/completions")) > num_asked)  # tried, without success
             status = replica.status
             assert (replica.healthy, status.state, status.is_dropping) == (
                 False,

@@ -32,7 +32,7 @@ from loraplex.server.sole_engine import SoleEngine
 
 
 class GatedReplica(FakeReplica):
-    """Takes adapters, and says what it holds, while its gates are open."""
+    """A replica that accepts adapters, and reports those it has, while its gates are open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_versions_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
             assert routing is not None
             await until(
                 lambda: len(routing._numbers) <= 4
-            )  # as many as may be gone, and the one that is there
+            )  # as many as may be removed, and the one that is there
             assert set(routing._held._held) == {(0, "v0"), (1, "v0")}
             request = request_of("r", adapter="v0")
             outputs = [output async for output in fleet.generate(request)]

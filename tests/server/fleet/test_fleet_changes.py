@@ -27,7 +27,7 @@ async def served(fleet: FleetEngine, prefix: str, number: int = 12, adapter: str
 
 
 async def endless_streams(fleet: FleetEngine, number: int) -> list[AsyncGenerator[EngineOutput, None]]:
-    """Open streams that go on until they are closed; all of them are queued."""
+    """Open streams that continue until they are closed; all of them are queued."""
     streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(number)]
     for stream in streams:
         await anext(stream)

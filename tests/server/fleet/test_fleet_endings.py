@@ -1,4 +1,4 @@
-"""How a fleet ends, or does not begin: signals at bad moments, ports, folders. The core is a fake one."""
+"""The end of a fleet, or its failure to start: signals at bad moments, ports, folders. The core is a fake."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(model: Path) -> Iterator[Path]:
-    """The model, of which no engine has begun and none is held up."""
+    """Yield the model; no engine has begun to load it, and none is blocked."""
     yield model
     for file in (model / LOADING, *model.glob(f"{BEGUN}*")):
         file.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def folder(model: Path) -> Iterator[Path]:
 
 @contextmanager
 def front_of(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A fleet's front as a terminal would start it: it has a process group of its own."""
+    """Start a fleet's front as a terminal would: with its own process group."""
     front = subprocess.Popen(
         [sys.executable, "-c", FRONT, str(folder)],
         stdout=subprocess.PIPE,
@@ -82,7 +82,7 @@ def front_of(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def begun(folder: Path) -> set[int]:
-    """The process ids of all engines that have begun to load."""
+    """Return the process ids of all engines that have begun to load."""
     return {int(file.name.removeprefix(BEGUN)) for file in folder.glob(f"{BEGUN}*")}
 
 
@@ -108,7 +108,7 @@ def until_ready(front: subprocess.Popen[str]) -> str:
 
 
 def scale_in_vain(url: str) -> threading.Thread:
-    """Ask for a third replica, by a client that does not mind if the front goes away."""
+    """Ask for a third replica, with a client that ignores the loss of the front."""
 
     def ask() -> None:
         with suppress(httpx.TransportError):
@@ -120,9 +120,9 @@ def scale_in_vain(url: str) -> threading.Thread:
 
 
 def end(front: subprocess.Popen[str], how: signal.Signals, folder: Path) -> None:
-    """End the front as Ctrl-C in a terminal does, or without a chance to clean up: no engine may stay."""
+    """End the front as Ctrl-C in a terminal does, or without a chance to clean up: no engine may be left."""
     if how is signal.SIGINT:
-        os.killpg(front.pid, how)  # a terminal tells the engines as well
+        os.killpg(front.pid, how)  # a terminal signals the engines too
     else:
         front.kill()
     said, _ = front.communicate(timeout=PATIENCE_S)
@@ -178,7 +178,7 @@ def test_a_fleet_that_ends_while_it_scales_leaves_no_engine_and_a_whole_registry
 
 
 def refused(folder: Path, *options: str) -> str:
-    """Return what a fleet says that cannot start."""
+    """Return the output of a fleet that cannot start."""
     start = ("fleet", "serve", "--model", str(folder), "--kv-memory", "4MiB", *options)
     found = run_command(*start)
     assert found.returncode == 1

@@ -1,4 +1,5 @@
-"""A fleet of real engine processes around the fake core: who serves, what dies, and what is seen of it."""
+"""A fleet of real engine processes around the fake core: which replica serves, what dies, and what is
+shown."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_a_request_that_kills_its_replicas_does_not_kill_the_fleet() -> None:
 
 
 async def replica_of_stream(fleet: FleetEngine) -> int:
-    """Return the number of the replica that has the one stream there is."""
+    """Return the number of the replica that has the only stream."""
     (number,) = [replica.number for replica in fleet.replicas if replica.num_in_flight]
     return number
 
@@ -159,7 +160,7 @@ def test_a_stream_that_goes_on_is_seen_to_by_those_who_are_left() -> None:
 
 
 async def until_moved(fleet: FleetEngine, stream: AsyncGenerator[EngineOutput, None], num_sent: int) -> None:
-    """Read a stream until so many requests were sent to replicas."""
+    """Read a stream until this many requests were sent to replicas."""
     while sum(replica.num_sent for replica in fleet.replicas) < num_sent:
         await anext(stream)
 

@@ -1,4 +1,4 @@
-"""A fleet of replicas in this process: what plans have them do, and that no answer is lost by it."""
+"""A fleet of replicas in this process: they carry out plans, and no answer is lost by that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PERIOD_S = 60.0
 
 
 class InProcess:
-    """A fleet, its replicas by number, and the clock that its periods go by."""
+    """A fleet, its replicas by number, and the clock of its periods."""
 
     def __init__(self, policy: str, num_replicas: int) -> None:
         costs = find_profile(Path("h200-llama-2-7b"))
@@ -59,7 +59,7 @@ class InProcess:
         self.engine.place()
 
     async def settle(self) -> None:
-        """Let everybody have many turns."""
+        """Run many iterations of the event loop."""
         for _ in range(200):
             await asyncio.sleep(0)
 
@@ -68,7 +68,7 @@ class InProcess:
         return tuple([token async for output in outputs for token in output.token_ids])
 
     def holders(self, version: str) -> set[int]:
-        """The replicas that the plan gives a version to."""
+        """Return the replicas that the plan gives a version to."""
         assert self.engine._routing is not None
         placed = self.engine._routing.placed_on(version)
         return set() if placed is None else set(placed.replicas)
@@ -316,8 +316,7 @@ def test_a_replica_that_joins_gets_its_share() -> None:
 
 
 async def hot_replica(fleet: InProcess) -> tuple[list[EngineRequest], list[asyncio.Task[tuple[int, ...]]]]:
-    """Send replica 0 all requests, and let replica 1 take some from then on; returns them and their
-    answers."""
+    """Send all requests to replica 0, then let replica 1 take some; return them and their answers."""
     fleet.engine.drain(1)
     requests = [request_of(f"r{n}", prompt=n + 1, max_tokens=300) for n in range(40)]
     answers = [asyncio.create_task(fleet.answer(request)) for request in requests]
@@ -395,7 +394,7 @@ ACTIONS = st.lists(
 
 
 class History:
-    """What is done to a fleet, and the answers that were asked for meanwhile."""
+    """The changes made to a fleet, and the answers requested meanwhile."""
 
     def __init__(self, fleet: InProcess, num_adapters: int) -> None:
         self.fleet = fleet
@@ -455,7 +454,7 @@ def test_every_answer_ends_once_and_as_undisturbed(
                 await history.act(*action)
             found = await asyncio.gather(*history.answers, return_exceptions=True)
             for request, answer in zip(history.requests, found, strict=True):
-                if isinstance(answer, BaseException):  # with which too many replicas died
+                if isinstance(answer, BaseException):  # too many replicas died with it
                     assert "died or fell silent one after the other" in str(answer)
                 else:
                     assert answer == tokens_of(request)

@@ -23,9 +23,9 @@ from loraplex.engine.machine import available_bytes
 
 MODELS = ("tiny", "one", "two")
 NUM_CHOICES = 36
-"""So many that one replica with all of them is overloaded beside one without any."""
+"""Number of choices with which one replica is overloaded compared to one without any."""
 PREDICTING = ("--max-ttft", "300", "--shadow-twin-every", "1")
-"""All that predicts is at work, and nothing is refused."""
+"""Options that enable all predictions, and refuse nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_an_adapter_that_is_loaded_is_placed_and_moves_by_what_is_asked_for(flee
     assert ": ready" in loaded.text, "as many replicas have it as the placement wants"
 
     def has_moved() -> bool:
-        """Ask for nothing else; so that it is placed on both replicas when a period is over."""
+        """Request this adapter only, so that it is placed on both replicas when a period is over."""
         answer(fleet, "three", temperature=0)
         return sum(row["brought"] for row in replicas(fleet)) > 0
 
@@ -154,7 +154,7 @@ def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> 
 
 
 def streamed(url: str, is_enough: Callable[[list[str]], bool]) -> list[str]:
-    """Return what a client sees of many choices until it has enough of them, and goes."""
+    """Return what a client sees of many choices until it has enough of them and disconnects."""
     texts = [""] * NUM_CHOICES
     body = {"model": "one", "prompt": "w5 w6", "max_tokens": 900, "n": NUM_CHOICES, "ignore_eos": True}
     body |= {"temperature": 1.0, "seed": 5, "stream": True}
@@ -169,7 +169,8 @@ def streamed(url: str, is_enough: Callable[[list[str]], bool]) -> list[str]:
 
 
 def test_migrated_streams_are_the_undisturbed_ones(fleet: str) -> None:
-    """All choices are on one replica when the other one is back: many go there, and nobody notices."""
+    """All choices are on one replica when the other one is back: many migrate there, without a visible
+    effect."""
     assert httpx.post(f"{fleet}/v1/fleet/drain", json={"replica": 1}).status_code == 200
     before = replicas(fleet)[1]["migrated"]
     at_move: list[str] = []
@@ -230,22 +231,22 @@ def test_decisions_of_a_demo_are_found(
 
 
 def adapter_reads(url: str) -> dict[str, int]:
-    """Counters of files read and adapters copied, by what they count."""
+    """Return the counters of files read and adapters copied, by name."""
     page = httpx.get(f"{url}/metrics").text
     found = re.findall(r"loraplex:adapter_(file_reads|fetches|fetch_failures)_total\{[^}]*\} (\S+)", page)
     return {name: int(float(value)) for name, value in found}
 
 
 def num_loads(url: str, name: str) -> int:
-    """How often any replica loaded an adapter."""
+    """Return how often any replica loaded an adapter."""
     listed = httpx.get(f"{url}/v1/adapters").json()["data"]
     (found,) = (each["loads"] for each in listed if each["name"] == name)
     return int(found)
 
 
 def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
-    """An adapter is loaded, and 100 requests for it come at once: one replica reads its files, and the others
-    that serve it copy it from there."""
+    """An adapter is loaded, and 100 requests for it arrive at once: one replica reads its files, and the
+    others that serve it copy it from there."""
     before = adapter_reads(url)
     load = {"lora_name": "cold", "lora_path": str(path)}
     assert httpx.post(f"{url}/v1/load_lora_adapter", json=load, timeout=PATIENCE_S).status_code == 200
@@ -267,7 +268,7 @@ def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
     found = counted()
     assert found["file_reads"] == 1
     assert found["fetch_failures"] == 0
-    # Of all that is copied: a replica that has joined brings in other adapters meanwhile.
+    # Of everything copied: a replica that has joined loads other adapters meanwhile.
     assert num_loads(url, "cold") <= len(replicas(url))
 
 

@@ -1,4 +1,4 @@
-"""Which replicas a version must be staged on, and which of them may be away."""
+"""The replicas that a version must be staged on, and those that may be away."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BROKEN = AdapterError("its weights file ends too early")
 
 @asynccontextmanager
 async def fleet_of(*failures: LoraplexError | None) -> AsyncIterator[tuple[FleetEngine, list[int]]]:
-    """A fleet with a replica for each failure, which staging on it ends with; and the numbers of those that
-    a version was staged on."""
+    """Yield a fleet with a replica for each failure that staging on it ends with, and the numbers of those
+    that a version was staged on."""
     staged: list[int] = []
 
     def make(number: int) -> EngineClient:

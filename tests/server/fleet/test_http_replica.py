@@ -219,7 +219,7 @@ def test_a_cancelled_request_is_freed_there(url: str, specs: list[AdapterSpec]) 
             assert stats.num_kv_blocks > 0
             assert stats.num_steps > 0
             assert stats.num_waiting == 0
-            # It ends there when the connection does, and its memory is free for the next.
+            # It ends there when the connection does, and its memory is free for the next request.
             await replica.remove_adapter(specs[0].version)
 
     run(scenario())
@@ -304,7 +304,7 @@ def test_streams_end_and_adapters_come_back_when_the_server_does(
         assert (await answer(replica, request)).token_ids == expected.token_ids
         process.kill()
         await until(lambda: not replica.healthy)
-        # The next one has a state folder of its own, so that it knows nothing of the one before.
+        # The next server has its own state folder, so it knows nothing of the previous one.
         port = str(httpx.URL(url).port)
         with serving(folder, *options, "--port", port, "--state-dir", str(tmp_path)):
             await until(lambda: replica.healthy)

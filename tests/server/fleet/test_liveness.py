@@ -29,7 +29,7 @@ def test_a_wait_that_is_just_being_ended_does_not_keep_the_others_waiting() -> N
 
         def give_up() -> None:
             try:
-                assert waits[0].expired()  # it has ended, but its task has not had its turn
+                assert waits[0].expired()  # it has ended, but its task has not run yet
                 liveness.give_up(EngineDeadError("the server is away"))
                 given_up.set_result(None)
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Which replicas take requests, and what is said when none does."""
+"""The replicas that take requests, and the error when none does."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_the_last_one_that_serves_is_not_drained_for_one_that_was_given_up() -> 
         members.drain(0)
     with pytest.raises(InvalidRequestError), members.leaving([0]):
         pass
-    with members.leaving([1]):  # nobody is sent anything there
+    with members.leaving([1]):  # it gets no requests
         pass
     replicas[1].state = RESTARTING
-    members.drain(0)  # another one is on its way
+    members.drain(0)  # another one is starting
 
 
 def test_a_fleet_whose_only_healthy_replica_is_drained_is_not_ready_and_says_so() -> None:

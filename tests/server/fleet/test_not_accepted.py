@@ -1,4 +1,5 @@
-"""Replicas that go away before they have begun to answer a request: it waits, and is not given up for it."""
+"""Replicas that go away before they begin to answer a request: it waits, and is not given up because of
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Random histories of a live fleet's routing: whatever comes and goes, every adapter has a replica that
-serves it, and the log of it decides the same again."""
+serves it, and a replay of its log makes the same decisions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def began(policy: str, num_replicas: int) -> Began:
 
 
 class LiveFleet:
-    """A fleet as its routing sees it, and what must hold of it at every moment."""
+    """A fleet as its routing sees it, and its invariants."""
 
     def __init__(self, policy: str, num_replicas: int) -> None:
         self.logs: list[list[RoutingEvent]] = [[began(policy, num_replicas)]]
@@ -64,7 +64,7 @@ class LiveFleet:
         self.versions: set[str] = set()
         self.replica_of: dict[str, int] = {}  # of requests in flight, by the id of their last attempt
         self.num_output: dict[str, int] = {}
-        self.asked: list[tuple[int, str]] = []  # what replicas are bringing in
+        self.asked: list[tuple[int, str]] = []  # the loads in progress
         self.moved_s: dict[str, float] = {}
         self.num_sent = self.num_ended = 0
         self._numbers = count()
@@ -97,7 +97,7 @@ class LiveFleet:
         self.num_ended += 1
 
     def lose(self, replica: int) -> None:
-        """A replica dies or leaves; the others go on with its requests."""
+        """Let a replica die or leave; the others continue its requests."""
         if self.serving == {replica}:
             return
         self.serving.discard(replica)
@@ -209,14 +209,14 @@ def test_whatever_comes_and_goes_every_adapter_is_served(
 
 
 def settle(fleet: LiveFleet) -> None:
-    """All that replicas were asked to bring in is there."""
+    """Complete all loads that replicas were asked for."""
     while fleet.asked:
         replica, version = fleet.asked.pop()
         fleet.routing.staged(replica, version, is_there=True)
 
 
 def test_a_period_moves_adapters_to_where_they_are_asked_for() -> None:
-    """Of six adapters on two replicas, those of one replica get all requests."""
+    """All requests go to those of six adapters that are on one of two replicas."""
     fleet = LiveFleet("most-idle+auto", 2)
     for number in range(6):
         act(fleet, "add", number, 0)

@@ -1,5 +1,5 @@
-"""An engine process behind TCP: who may speak to it, and how the front sees its life. Without Ray: its part
-is played by the actor's own class in this process."""
+"""An engine process behind TCP: who may connect to it, and its life as the front sees it. Without Ray: the
+actor's own class takes its part in this process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OnThisMachine(RayCluster):
             case Run(engine_id, replica, launch):
                 actor, seat = self._actors[replica], self._seats[engine_id]
                 if actor._process is not None:
-                    actor.wait()  # a real one does one thing after the other
+                    actor.wait()  # a real actor runs its calls one after the other
                 seat.hear(Running(engine_id, actor.run(launch)))
                 self._report_end(actor.wait, seat, engine_id)
             case Release(engine_id, replica):
@@ -236,14 +236,14 @@ def test_a_start_that_fails_says_why_and_where(
 
 
 def test_the_front_hears_none_but_the_engine_that_it_admits() -> None:
-    """And the engine speaks to none but the front whose key it has."""
+    """And the engine accepts only the front whose key it has."""
     front, others = zmq.Context(), zmq.Context()
     sockets = RemoteSockets(front, LOOPBACK)
     engine, stranger = CurveKeys.make(), CurveKeys.make()
     opened: list[zmq.Socket[bytes]] = []
 
     def push(keys: CurveKeys | None, front_key: str, message: bytes) -> zmq.Socket[bytes]:
-        """Send a message; returns a socket that hears if it is refused."""
+        """Send a message; return a socket that reports if it is refused."""
         socket = new_socket(others, zmq.PUSH)
         if keys is not None:
             socket.curve_serverkey = front_key.encode()

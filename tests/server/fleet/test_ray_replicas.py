@@ -1,4 +1,4 @@
-"""What `--ray` gives each replica, and what it refuses: nothing here starts Ray."""
+"""The resources that `--ray` gives each replica, and what it refuses: nothing here starts Ray."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Replicas on a real Ray, which is started on this machine.
 
-Its start takes seconds, and tests of a module may run in several processes: each test here starts one, and is
-a story of several claims.
+Its start takes seconds, and tests of a module may run in several processes: each test here starts its own
+Ray, and checks several claims in sequence.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def adapter_reads(url: str) -> dict[str, float]:
 
 
 def session_of(front: int) -> dict[int, str]:
-    """The processes of the front's Ray, all of which are of its driver's session, and their command lines."""
+    """Return the processes of the front's Ray, which are all in its driver's session, and their command
+    lines."""
     lines: dict[int, str] = {}
     parents: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -89,7 +90,7 @@ def parent_of(pid: int) -> int:
 
 
 def end(front: subprocess.Popen[str], started: dict[int, str]) -> None:
-    """End the server by a signal, and see that nothing is left of what it had started."""
+    """End the server with a signal, and check that nothing it had started is left."""
     front.send_signal(signal.SIGTERM)
     assert front.wait(PATIENCE_S) == 0
     wait_until(lambda: not any(map(is_running, started)), "Ray has ended")
@@ -115,7 +116,7 @@ def test_ray_places_replicas_that_are_replaced_scaled_and_ended(folder: Path, tm
         # The second one has copied the adapter from the first.
         wait_until(lambda: adapter_reads(url) == {"file_reads": 1, "fetches": 1}, "it was not copied")
 
-        # One whose actor dies dies with it, and gets another.
+        # A replica whose actor dies dies with it, and gets another.
         pid = rows[0]["pid"]
         os.kill(parent_of(pid), signal.SIGKILL)
         assert [answer(url) for _ in range(3)] == [text] * 3
@@ -123,7 +124,7 @@ def test_ray_places_replicas_that_are_replaced_scaled_and_ended(folder: Path, tm
         wait_until(lambda: replicas(url)[0]["state"] == "ready", "the replica is back")
         assert not is_running(pid), "the engine process outlived its actor"
 
-        # What Ray has no cores for is told, and the others serve on; others leave.
+        # A replica that Ray has no cores for is reported, and the others keep serving; then some leave.
         refused = run_command("fleet", "scale", str(NUM_CORES // CORES_EACH + 1), "--base-url", url)
         assert refused.returncode == 1
         assert f"Ray has no node with {CORES_EACH} CPU free; other replicas or programs" in refused.stderr

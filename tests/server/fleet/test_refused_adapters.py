@@ -1,4 +1,4 @@
-"""Servers of a fleet that refuse adapters which others take: those serve them, and the reason is shown."""
+"""Servers of a fleet that refuse adapters which others accept: those serve them, and the reason is shown."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_request_waits_for_a_server_that_may_take_its_adapter(tmp_path: Path) 
             asking = asyncio.create_task(answer(fleet, request_for([5], adapter=spec.version)))
             await good.start()
             assert list((await asking).token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
-            # Back with another option as well: nobody has the adapter, and the client is told why.
+            # Back with another option as well: no server has the adapter, and the client gets the reason.
             await good.stop()
             good.does.max_lora_rank = 4
             await good.start()
@@ -212,7 +212,7 @@ def test_a_replica_that_joins_loads_several_adapters_at_a_time(tmp_path: Path) -
             two.does.load_gate = asyncio.Event()
             before = len(two.bodies("/load_lora_adapter"))
             joining = asyncio.create_task(fleet.scale(2))
-            # The probe of its start waits as well.
+            # The probe at its start waits as well.
             await until(lambda: len(two.bodies("/load_lora_adapter")) == before + 1)
             two.does.load_gate.set()
             two.does.load_gate = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Answers that no replica can go on with as they began: those that go on otherwise, and those that end."""
+"""Answers that no replica can continue exactly: some are continued with new draws, others end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loraplex.server.replica import Continuation
 
 
 class Mortal(FakeReplica):
-    """Goes on with answers in one way, and dies after a token of those that it begins."""
+    """Continues answers in one way, and dies after a token of those that it begins."""
 
     def __init__(self, way: Continuation) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replicas that were given up come back, and nobody waits for them meanwhile."""
+"""Replicas that were given up come back, and nothing waits for them meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def look(revival: Revival) -> None:
 
 
 class Started:
-    """Replicas, and a Revival of them whose starts come to nothing `num_failures` times."""
+    """Replicas, and a Revival of them whose starts fail `num_failures` times."""
 
     def __init__(self, *states: EngineState, num_failures: int = 0) -> None:
         self.replicas = [FakeReplica() for _ in states]
@@ -53,7 +53,7 @@ class Started:
         self.replicas[number].state = EngineState.READY
 
     def after(self, seconds: float) -> list[int]:
-        """Return the replicas that are started anew so much later."""
+        """Return the replicas that are restarted this much later."""
         self.asked.clear()
         self.clock.advance(seconds)
         asyncio.run(look(self.revival))
@@ -203,9 +203,9 @@ def test_servers_are_looked_at_side_by_side_and_outside_of_the_queue_of_changes(
         try:
             clock.advance(5.0)
             asked, joined = fleet._changes.revival.look()
-            await joined  # though the first is still being asked
+            await joined  # although the first is still being asked
             assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
-            assert fleet._changes.revival.look() == []  # nobody is asked twice at a time
+            assert fleet._changes.revival.look() == []  # none is asked twice at a time
             await fleet.scale(3)
             silent.set()
             await asked
@@ -238,7 +238,7 @@ def test_the_reason_of_the_last_look_is_shown() -> None:
 
 
 class SilentAtFirst(FakeReplica):
-    """Takes adapters when it has started, which it never does."""
+    """Accepts adapters when it has started, which it never does."""
 
     async def start(self, *args: object) -> None:
         self.state, self.message = EngineState.STARTING, "the server is being asked what it serves"

@@ -1,4 +1,4 @@
-"""Streams that stall on a server which says that it is well go on elsewhere, if anybody can go on."""
+"""Streams that stall on a server which reports to be healthy are continued elsewhere, if any replica can."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.fleet.stalled_streams import StalledStreams, StreamWait
 
 LONG_S = 62.0  # longer than a short prompt may take
-SLOW_S = 602.0  # longer than a request that was preempted may wait
+SLOW_S = 602.0  # longer than a preempted request may wait
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_stream_stalls_when_it_is_silent_for_longer_than_a_prompt_takes(
 
 @pytest.mark.parametrize("by_metrics", [False, True])
 def test_a_server_that_computes_anything_may_let_others_wait(by_metrics: bool) -> None:
-    """Those that were preempted for ten minutes, and those that are queued for ten without any token."""
+    """This covers requests preempted for ten minutes, and requests queued for ten without any token."""
     clock = ManualClock()
     stalls = StalledStreams(clock, 60.0)
     waits = {
@@ -91,7 +91,7 @@ def test_requests_that_wait_and_the_first_figures_do_not_show_that_a_server_comp
 
 
 def test_metrics_that_only_our_own_requests_move_do_not_show_that_a_server_computes() -> None:
-    """What it computes for us would be here: something holds up its answers."""
+    """Our own tokens would have arrived: something delays its answers."""
     clock = ManualClock()
     stalls = StalledStreams(clock, 60.0)
     clock.advance(LONG_S)
@@ -130,7 +130,7 @@ async def replica_at(clock: ManualClock, server: VllmDialect) -> AsyncIterator[H
 
 
 def streamed(server: VllmDialect) -> list[dict[str, Any]]:
-    """Return the completions that were asked for by requests, not by the watch."""
+    """Return the completions that came from requests, not from the watch."""
     return [body for body in server.bodies("completions") if body.get("stream")]
 
 
@@ -139,7 +139,7 @@ async def until_sent(server: VllmDialect) -> None:
 
 
 async def until_waiting(fleet: FleetEngine, number: int, *, num_tokens: int) -> None:
-    """Wait until the only request waits for what comes after so many tokens."""
+    """Wait until the only request waits for its next output after this many tokens."""
     replica = fleet._members[number]
     assert isinstance(replica, HttpReplica)
 
@@ -153,7 +153,7 @@ async def until_waiting(fleet: FleetEngine, number: int, *, num_tokens: int) -> 
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_stream_that_stalls_goes_on_elsewhere(has_begun: bool) -> None:
-    """`has_begun`: after some tokens, else before the headers of the answer."""
+    """`has_begun`: it stalls after some tokens, else before the headers of the answer."""
 
     async def scenario() -> None:
         clock, gate = ManualClock(), asyncio.Event()
@@ -171,7 +171,7 @@ def test_a_stream_that_stalls_goes_on_elsewhere(has_begun: bool) -> None:
             assert not fleet._members[0].stalled
             clock.advance(LONG_S)
             assert fleet._members[0].stalled
-            for _ in range(2):  # also if it has not ended there when it is looked at again
+            for _ in range(2):  # also if it has not ended there by the next check
                 fleet._requests.move_stalled()
             output = await answering
             had = tokens_of(BASE, [5, 6], 3) if has_begun else []
@@ -254,7 +254,7 @@ def test_a_server_on_which_streams_stall_is_sent_no_others_until_it_completes_a_
 
 
 def test_a_server_on_which_streams_stall_stays_aside_when_it_is_lost_and_found() -> None:
-    """It may miss a question after its health at any moment, and is back when it answers the next."""
+    """It may miss a health check at any moment, and is back when it answers the next."""
 
     async def scenario() -> None:
         clock, does = ManualClock(), Behaviour()
@@ -286,7 +286,7 @@ def test_a_version_is_staged_without_a_server_on_which_that_stalls(tmp_path: Pat
             fleet._requests.move_stalled()
             await staging
             assert fleet.holders(spec.version) == [1]
-            await fleet.stage_adapter(spec.version)  # at once, as it is not asked any more
+            await fleet.stage_adapter(spec.version)  # at once, because it is no longer asked
 
     run(scenario())
 
@@ -322,7 +322,7 @@ def test_a_request_whose_wait_has_just_ended_is_not_given_up_as_well() -> None:
 
 
 def test_a_request_that_no_server_has_begun_to_answer_is_not_given_up_by_the_moves() -> None:
-    """Two of them take longer than a request waits for a server that takes it."""
+    """Two moves take longer than a request waits for a server that takes it."""
 
     async def scenario() -> None:
         clock = ManualClock()
@@ -444,7 +444,7 @@ def test_a_client_that_reads_slowly_has_not_stalled() -> None:
             aclosing(replica.generate(request_for([5, 6], max_tokens=8))) as outputs,
         ):
             num_tokens = 0
-            while num_tokens < 3:  # the first output says that it is queued
+            while num_tokens < 3:  # the first output only says that it is queued
                 num_tokens += len((await anext(outputs)).token_ids)
                 clock.advance(SLOW_S)
                 assert replica.stalled == []

@@ -1,5 +1,5 @@
 """`kill -9` under streams of a real fleet of engine processes: the real openai client sees the answer that it
-would have had. test_backend_fleet does the same to a fleet of servers."""
+would have had. test_backend_fleet does the same with a fleet of servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on a server that speaks vLLM's dialect: loaded once, refused, there again after it was away."""
+"""Adapters on a server with vLLM's API: loaded once, refused, and loaded again after it was away."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_version_that_another_front_unloads_while_it_is_staged_is_loaded_again
         spec = spec_in(tmp_path / "one")
         async with VllmDialect() as server, started(server.url) as replica:
             await replica.add_adapter(spec)
-            server.does.num_forgotten = 3  # by its load of the same version, and as it gives that up
+            server.does.num_forgotten = 3  # by its load of the same version, and when it gives that up
             await replica.stage_adapter(spec.version)
             assert server.does.num_forgotten == 0
             assert set(server.adapters) == {adapter_name(spec.version)}
@@ -87,7 +87,7 @@ def test_one_load_however_many_ask(tmp_path: Path) -> None:
             server.does.load_gate = gate
             adding = [asyncio.create_task(replica.add_adapter(spec)) for _ in range(100)]
             await until(lambda: len(server.bodies("/load_lora_adapter")) == 2)  # the first is the probe
-            adding.pop().cancel()  # whoever goes away does not take it along
+            adding.pop().cancel()  # cancelling one waiter does not cancel the load
             answering = asyncio.create_task(answer(replica, request_for([5], adapter=spec.version)))
             gate.set()
             await asyncio.gather(*adding[:-1])
@@ -120,7 +120,7 @@ def test_an_adapter_that_is_loaded_already_is_read_again_and_no_error(tmp_path: 
             server.adapters[adapter_name(spec.version)] = "/a/folder/that/is/gone"
             await replica.add_adapter(spec)
             assert server.adapters == {adapter_name(spec.version): str(tmp_path / "one")}
-            # As after a request that another front's change has come in the way of: that front has it there.
+            # As after a request that another front's change interfered with: that front has it loaded there.
             replica._adapters.doubt(spec.version)
             await replica._adapters.load(spec.version)
             assert len(server.bodies("/unload_lora_adapter")) == 2  # the first is the probe
@@ -168,7 +168,7 @@ def test_adapters_come_back_after_the_server_did(tmp_path: Path) -> None:
             with pytest.raises(EngineDeadError):
                 await answer(replica, request_for([5], adapter=kept.version))
             await until(lambda: not replica.healthy)
-            await replica.add_adapter(late)  # only noted
+            await replica.add_adapter(late)  # only recorded
             await replica.remove_adapter(removed.version)
             write_adapter(broken.path, seed=99)
             await server.start()
@@ -268,7 +268,7 @@ def test_an_adapter_that_is_refused_for_a_while_is_served_elsewhere_and_comes_ba
         async with VllmDialect() as server, started(server.url) as replica:
             await replica.add_adapter(spec)
             server.adapters.clear()
-            server.does.max_lora_rank = 4  # it was started again, with another option
+            server.does.max_lora_rank = 4  # it was restarted with another option
             with pytest.raises(AdapterMissingError, match=r"start it with --max-lora-rank 8"):
                 await answer(replica, request_for([5], adapter=spec.version))
             assert replica.healthy

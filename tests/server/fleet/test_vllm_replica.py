@@ -1,4 +1,4 @@
-"""Requests on a server that speaks vLLM's dialect: what is sent, what comes back, and what breaks."""
+"""Requests on a server with vLLM's API: what is sent, what comes back, and what breaks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_all_that_decides_about_the_answer_is_sent_and_stop_strings_are_not() ->
             assert first["stop_token_ids"] == [3, 4, EOS]
             assert first["logit_bias"] == {"7": 1.5}
             assert "stop" not in first
-            # What is left out is taken from the model's generation_config.json there.
+            # vLLM takes missing fields from the model's generation_config.json.
             assert (second["temperature"], second["top_p"], second["top_k"]) == (0.0, 1.0, 0)
             assert (second["ignore_eos"], second["stop_token_ids"]) == (True, [])
             assert second["max_tokens"] == 56
@@ -276,7 +276,7 @@ def test_a_server_that_comes_back_as_another_is_not_used() -> None:
 def test_what_comes_of_a_request_that_began_elsewhere() -> None:
     kinds: list[tuple[Continuation, dict[str, Any]]] = [
         (Continuation.SAME, {"repetition_penalty": 1.5, "logprobs": 2}),
-        (Continuation.SAME, {"temperature": 0.5}),  # nothing was promised but a sample
+        (Continuation.SAME, {"temperature": 0.5}),  # only a sample was promised
         (Continuation.RESAMPLED, {"temperature": 0.5, "seed": 3}),
         (Continuation.IMPOSSIBLE, {"presence_penalty": 0.5}),
         (Continuation.IMPOSSIBLE, {"frequency_penalty": -0.5, "temperature": 0.5}),

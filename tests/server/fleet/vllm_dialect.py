@@ -1,6 +1,6 @@
-"""A server that answers as vLLM 0.26 does, without a model: shapes of bodies, statuses, streams, metrics.
+"""A server that answers as vLLM 0.26 does, without a model: formats of bodies, statuses, streams, metrics.
 
-Tokens are a function of the prompt and the model's name, so that tests can tell who answered.
+Tokens are a function of the prompt and the model's name, so that tests can tell which model answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VOCAB_SIZE = 400
 
 @dataclass
 class Behaviour:
-    """What the server does; tests change it while it runs."""
+    """The server's behaviour; tests change it while it runs."""
 
     base_model: str = "acme/tiny"
     root: str = "/models/tiny"
@@ -31,35 +31,35 @@ class Behaviour:
     max_lora_rank: int = 16
     eos_after: int | None = None
     pause_after: int | None = None
-    """Tokens after which a stream waits for `resume`."""
+    """Number of tokens after which a stream waits for `resume`."""
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     cut_after: int | None = None
-    """Tokens after which the connection is cut."""
+    """Number of tokens after which the connection is cut."""
     tells_cached: bool = False
-    """It was started with --enable-prompt-tokens-details."""
+    """True if it was started with --enable-prompt-tokens-details."""
     wrong_token: int | None = None
-    """Sent instead of the second one, and as its log-probability's."""
+    """Token id sent instead of the second one, also in its log-probability."""
     fail_after: int | None = None
-    """Tokens after which the stream has an error event."""
+    """Number of tokens after which the stream has an error event."""
     failure: tuple[int, str, str] | None = None
     """Status, type and message that every completion is answered with."""
     retry_after: str | None = None
     health: int = 200
     is_deaf: bool = False
-    """Whether questions after its health are not answered at all."""
+    """True if health checks are not answered at all."""
     load_gate: asyncio.Event | None = None
     num_forgotten: int = 0
-    """So many requests for adapters find that another front has just unloaded theirs."""
+    """Number of requests for adapters that find theirs just unloaded by another front."""
     keeps: set[str] = field(default_factory=set)
     """Names of adapters that it fails to unload."""
     answer_gate: asyncio.Event | None = None
-    """Streams wait for it before their answers begin."""
+    """Event that streams wait for before their answers begin."""
     probe_gate: asyncio.Event | None = None
-    """Completions that are not streamed wait for it."""
+    """Event that completions without a stream wait for."""
     hang_ups: int = 0
-    """So many streams are cut before their answers begin."""
+    """Number of streams that are cut before their answers begin."""
     drops: bool = False
-    """It cuts every connection that asks for a completion."""
+    """True if every connection that asks for a completion is cut."""
 
 
 def tokens_of(model: str, prompt: list[int], count: int) -> list[int]:
@@ -73,14 +73,14 @@ def error(status: int, kind: str, message: str, param: str | None = None) -> web
 
 
 class VllmDialect:
-    """The server. `async with` it; `stop` and `start` are its end and its return on the same port."""
+    """The server. Use it with `async with`; `stop` and `start` end it and bring it back on the same port."""
 
     def __init__(self, behaviour: Behaviour | None = None) -> None:
         self.does = behaviour or Behaviour()
         self.adapters: dict[str, str] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.num_cancelled = 0
-        self.num_asked = 0  # after its health
+        self.num_asked = 0  # for its health
         self.paused = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -118,7 +118,8 @@ class VllmDialect:
             await self._runner.cleanup()
 
     def bodies(self, verb: str) -> list[dict[str, Any]]:
-        """What was sent to the routes whose last part is `verb`; the first completion is the probe's."""
+        """Return the bodies sent to the routes whose last part is `verb`; the first completion is the
+        probe's."""
         return [body for path, body in self.calls if path.endswith(verb)]
 
     def _refusal(self, request: web.Request) -> web.Response | None:

@@ -1,4 +1,4 @@
-"""Which replicas the front names to one that wants an adapter."""
+"""The replicas that the front names to one that wants an adapter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_first_one_finds_what_it_has_lost_at_those_that_copied_it() -> None:
 def test_an_adapter_that_was_evicted_is_not_looked_for_there() -> None:
     directory = directory_of(3)
     directory.begin(0, "v")
-    directory.saw(0, stats_of("v", "disk"))  # said before it knew of the request
+    directory.saw(0, stats_of("v", "disk"))  # reported before it knew of the request
     assert addresses(directory.begin(1, "v")) == ["at-0"]
     directory.end(0, "v")
     directory.saw(0, stats_of("v", "loading"))

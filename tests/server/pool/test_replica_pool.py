@@ -45,7 +45,7 @@ def test_a_slab_is_copied_byte_for_byte() -> None:
         found = fetch(second, address)
         assert found is not None
         assert np.array_equal(found, source)
-        # With the hash that it was verified with, it can be copied on.
+        # It can be copied on, with the hash that it was verified with.
         second.offer(KEY, found, hashlib.sha256(source.data).digest())
         again = fetch(third, other_address)
         assert again is not None
@@ -121,7 +121,8 @@ def test_a_slab_that_is_withdrawn_in_the_middle_is_copied_from_elsewhere() -> No
 
 
 class Fake:
-    """A holder that keeps to the protocol but for what a test changes. `begins`: what it was asked for."""
+    """A holder that follows the protocol except for what a test changes. `begins`: the offsets it was asked
+    for."""
 
     def __init__(self, keys: CurveKeys, source: SlabBytes, change) -> None:
         self._source, self._change = source, change
@@ -214,7 +215,7 @@ def test_a_holder_that_sends_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPa
     keys, source, is_late = CurveKeys.make(), slab(), threading.Event()
 
     def trickle(ask: Ask, answer: Answer, piece: bytes) -> tuple[Answer, bytes]:
-        is_late.wait(0.06)  # is never set: each piece takes so long
+        is_late.wait(0.06)  # never set: each piece takes this long
         return answer, piece
 
     with joined(1, keys) as ((second, _),), holder(keys, source, trickle) as slow:
@@ -228,7 +229,7 @@ def test_a_holder_that_does_not_answer_is_waited_for_once(
     keys, source = CurveKeys.make(), slab()
     other = KEY._replace(version="another")
     with zmq.Context() as context, joined(2, keys) as ((first, address), (second, _)):
-        silent = context.socket(zmq.ROUTER)  # takes whatever comes, and says nothing
+        silent = context.socket(zmq.ROUTER)  # accepts everything, and answers nothing
         silent.linger = 0
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         for key in (KEY, other):
@@ -325,8 +326,8 @@ def test_a_holder_that_is_killed_or_stopped_in_the_middle_is_replaced_by_another
     answer = Link.answer
 
     def answer_after_the_first(link: Link) -> tuple[Answer, memoryview]:
-        """Be patient with the first piece: a holder on a busy machine that is given up before it has sent one
-        is never in the middle."""
+        """Allow more time for the first piece: a holder on a busy machine that is given up before it has sent
+        one is never in the middle of a copy."""
         while not is_in_the_middle.is_set() and not link._socket.poll(10):
             pass
         return answer(link)
