@@ -87,7 +87,7 @@ class AdapterLoader:
 
     @property
     def is_reading(self) -> bool:
-        """Whether any thread may still write to the memory of its read."""
+        """Return whether any thread may still write to the memory of its read."""
         return bool(self._begun)
 
     def submit(self, sources: Sequence[AdapterSpec], load: Load) -> None:

@@ -30,7 +30,7 @@ class Peers(Protocol):
 
     @property
     def is_joined(self) -> bool:
-        """Whether there are other replicas."""
+        """Return whether there are other replicas."""
         ...
 
     @property

@@ -26,7 +26,7 @@ class ResidentAdapters:
 
     @property
     def is_reading(self) -> bool:
-        """Whether any thread may still write to the memory of its read; possible even after `close`."""
+        """Return whether any thread may still write to the memory of its read, even after `close`."""
         return self._loader.is_reading
 
     def load(self, sources: Sequence[AdapterSpec], load: Load) -> None:

@@ -55,7 +55,7 @@ class SamplingState:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen."""
+        """Return whether the likeliest token is always chosen."""
         params = self.params
         return (
             params.greedy

@@ -85,7 +85,7 @@ class TextDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was generated yet: the engine has only queued the choice."""
+        """Return whether nothing was generated yet: the engine has only queued the choice."""
         return not self.token_ids and self.finish_reason is None
 
 

@@ -65,7 +65,7 @@ class Tokenizer:
 
     @property
     def template_knows_tools(self) -> bool:
-        """Whether the chat template handles tools; one that does not would drop their calls."""
+        """Return whether the chat template handles tools; one that does not would drop their calls."""
         template = self._hf.chat_template
         sources = template.values() if isinstance(template, dict) else [template]
         return any("tool" in str(source) for source in sources)

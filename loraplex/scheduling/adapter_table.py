@@ -64,7 +64,7 @@ _MAX_HOST_EVICTIONS: Final = 10_000
 
 
 class State(StrEnum):
-    """Where an adapter's weights are."""
+    """The place of an adapter's weights."""
 
     DISK = "disk"
     READING = "reading"
@@ -74,7 +74,7 @@ class State(StrEnum):
 
 
 class Standing(Enum):
-    """Whether a version is known, or being removed."""
+    """The life cycle of a version: known, being removed, or removed."""
 
     KNOWN = auto()
     REMOVING = auto()

@@ -75,7 +75,7 @@ class Tier:
 
     @property
     def waits_for_overdue_only(self) -> bool:
-        """Whether no memory can be freed before an overdue load ends: every resident copy is idle already."""
+        """Return whether no memory can be freed before an overdue load ends: all resident copies are idle."""
         return bool(self.overdue) and self.num_loading == 0 and len(self.idle) == len(self.resident)
 
     def begin(self, copy: Copy, spare_blocks: int = 0, *, ahead: bool = False) -> bool:

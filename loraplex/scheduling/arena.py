@@ -109,7 +109,7 @@ class Arena:
 
     @property
     def budget_bytes(self) -> int:
-        """All but one page: without a KV block no request can run."""
+        """Bytes of all pages but one: without a KV block no request can run."""
         return (self._num_pages - 1) * self._page_bytes
 
     def taken_by(self, num_bytes: int) -> int:

@@ -44,7 +44,7 @@ class RequestOutcome:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it was still running or waiting when the run ended."""
+        """Return whether it was still running or waiting when the run ended."""
         return self.finish_s is None and not self.lost
 
     def at_best(self, now_s: float) -> RequestOutcome:

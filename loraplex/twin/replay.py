@@ -33,7 +33,7 @@ _MAX_RUNNING: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """How a workload is simulated on one engine.
+    """Options of a simulation on one engine.
 
     `ranks`: the adapters' ranks, repeated cyclically. `until_s`: when the simulation ends. `staged`: adapters
     are in host memory at the start.

@@ -81,7 +81,7 @@ class Workers:
 
     @property
     def has_events(self) -> bool:
-        """Whether `take_events` may return any without waiting."""
+        """Return whether `take_events` may return any without waiting."""
         return bool(self._events) or not self._inbox.empty()
 
     def take_events(self, timeout_s: float) -> list[tuple[int, AdapterEvent]]:

@@ -1,4 +1,4 @@
-"""How a program of the LoRA kernels finds its weights.
+"""Lookup of a program's weights in the LoRA kernels.
 
 Every adapter has a table in device memory (`kernels.lora`), whose addresses are relative to the table itself,
 so that an adapter can be moved. Once per step, the tables of its segments are gathered by table row, with
