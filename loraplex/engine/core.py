@@ -30,7 +30,7 @@ LOAD_DEADLINE_S: Final = 120.0
 """Seconds until a read counts as overdue: long enough for gigabytes from a slow disk."""
 MAX_PAUSE_S: Final = 5.0
 _OBSERVED_STEPS = 8
-"""Every how many steps one is compared with its predicted cost."""
+"""Number of steps between two comparisons of a step with its predicted cost."""
 
 
 class _Launched(NamedTuple):

@@ -1,4 +1,4 @@
-"""The interface that carries out the scheduler's decisions. The twin has an executor of its own behind it."""
+"""The interface of an executor, which carries out plans. The twin simulates one (`twin.simulator`)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ first."""
 
 
 class RequestEvent(NamedTuple):
-    """A request's first token, or its end. `reason`: None for a first token."""
+    """A request's first token, or its end. `reason`: None if it goes on."""
 
     at_s: float
     request_id: str
