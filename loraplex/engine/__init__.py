@@ -1,1 +1,1 @@
-"""The engine: carries out what the scheduler decides, and turns text into tokens and back."""
+"""The engine: executes the scheduler's decisions, and converts text to tokens and back."""

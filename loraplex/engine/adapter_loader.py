@@ -25,19 +25,19 @@ from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
 logger = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5.0
-"""How long `close` waits for reads under way: enough for a healthy disk."""
+"""Seconds that `close` waits for reads in flight: enough for a healthy disk."""
 _AGAIN_S: Final = 0.003
-"""How long a load that must wait for another replica leaves its thread alone."""
+"""Seconds that a loader thread sleeps after a load that must wait for another replica."""
 
 Load = Callable[[AdapterSpec], LoraWeights]
 Read = Callable[[AdapterSpec], None]
-"""Both run on the loader's threads, and raise AdapterError or OSError if the weights are not to be had. A
-read puts them where they belong. ComesLaterError: others have their turn before it is tried again."""
+"""Both run on the loader's threads, and raise AdapterError or OSError if the weights cannot be read. A read
+puts the weights into their memory. On ComesLaterError the task is queued again, behind the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """A load that ended: weights, or the reason why not. `read`: one that was to bring none."""
+    """The end of a load: its weights, or the error. `read`: a read, which has no weights."""
 
     version: str
     weights: LoraWeights | None = None
@@ -47,7 +47,7 @@ class LoadResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Task:
-    """One version to load from the first of its folders that still holds it, or to read only."""
+    """A version to load from the first of its folders that still holds it, or only to read."""
 
     sources: Sequence[AdapterSpec]
     load: Load | Read
@@ -55,11 +55,11 @@ class _Task:
 
 
 class AdapterLoader:
-    """A few threads that read adapters; results are collected by the engine's own thread.
+    """A few threads that read adapters; the engine's own thread collects the results.
 
-    A read from a disk that is gone may never return, and nothing can end its thread. `overdue` starts another
-    thread in its place, so that one such adapter does not hold up the others. Threads are daemons for the
-    same reason: the process can exit while one of them hangs.
+    A read from a disk that is gone may never return, and its thread cannot be ended. `overdue` starts another
+    thread in its place, so that one such adapter does not block the others. Threads are daemons for the same
+    reason: the process can exit while one of them hangs.
 
         submit --> queued --> begun --------------> finished --poll--> collected
                      ^           |`---> overdue ---'
@@ -67,11 +67,11 @@ class AdapterLoader:
     """
 
     def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
-        """`on_thread`: what each of them does first."""
+        """`on_thread`: called first by each thread."""
         self._on_thread = on_thread
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # for what is below
+        self._lock = threading.Lock()  # guards the fields below
         self._begun: dict[_Task, tuple[float, threading.Thread]] = {}
         self._overdue: set[_Task] = set()
         self._threads: list[threading.Thread] = []
@@ -81,13 +81,13 @@ class AdapterLoader:
 
     @property
     def num_pending(self) -> int:
-        """Reads and loads that were not collected yet, but for those that are overdue. One of these counts
-        again when it has ended after all."""
+        """Number of reads and loads not collected yet, without overdue ones. An overdue one counts again when
+        it has ended after all."""
         return self._num_uncollected - len(self._overdue)
 
     @property
     def is_reading(self) -> bool:
-        """Tell whether any thread may still write to the memory of its read."""
+        """Return whether any thread may still write to the memory of its read."""
         return bool(self._begun)
 
     def submit(self, sources: Sequence[AdapterSpec], load: Load) -> None:
@@ -96,13 +96,13 @@ class AdapterLoader:
         self._tasks.put(_Task(sources=sources, load=load, is_read=False))
 
     def submit_read(self, sources: Sequence[AdapterSpec], read: Read) -> None:
-        """The same, of a version that is only read."""
+        """Read one version, without a load, from the first of its folders that still holds it."""
         self._num_uncollected += 1
         self._tasks.put(_Task(sources=sources, load=read, is_read=True))
 
     def overdue(self, deadline_s: float) -> list[str]:
-        """Versions whose read or load began as long ago as this and has not ended. Its result is still
-        reported by `poll` if it ends after all."""
+        """Return the versions whose read or load began at least `deadline_s` ago and has not ended. `poll`
+        still reports its result if it ends after all."""
         if not self._begun:
             return []
         now_s = time.monotonic()
@@ -119,7 +119,7 @@ class AdapterLoader:
         return [task.sources[0].version for task in late]
 
     def poll(self, timeout_s: float = 0.0) -> list[LoadResult]:
-        """Loads that finished; waits for the first of them no longer than `timeout_s`."""
+        """Return the loads that finished; wait up to `timeout_s` for the first of them."""
         results: list[LoadResult] = []
         try:
             if timeout_s > 0.0 and self.num_pending > 0:
@@ -132,8 +132,8 @@ class AdapterLoader:
         return results
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Wait for the reads that have begun, but for those that are overdue, and no longer than `timeout_s`.
-        `is_reading` says whether any was left behind."""
+        """Wait up to `timeout_s` for reads that have begun, except overdue ones. `is_reading` tells whether
+        any is left."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
@@ -196,19 +196,19 @@ class AdapterLoader:
                 logger.exception("a bug while loading an adapter")
             else:
                 return LoadResult(version=version, weights=weights, read=task.is_read)
-            # Clients are told the reason; the path is the operator's business.
+            # Clients get the reason; the path is for the operator only.
             logger.warning("the adapter in %s was not loaded: %s", spec.path, reason)
         message = f"the adapter is not available: {reason}"
         return LoadResult(version=version, error=message, read=task.is_read)
 
 
 def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the bytes that the adapter will take in memory."""
+    """Return the bytes that the adapter takes in memory."""
     return slab_layout(spec, shape).num_elements * dtype.itemsize
 
 
 def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab) -> LoraWeights:
-    """A version, or a shard of it, as the CPU's kernels use it. `shape` is the shard's."""
+    """Read a version, or a shard of it, as the CPU kernels use it. `shape` is the shard's."""
     layout = slab_layout(spec, shape)
     slab = torch.empty(layout.num_elements, dtype=dtype)
     read(spec, layout, slab)
@@ -216,7 +216,7 @@ def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read:
 
 
 def slab_weights(slab: torch.Tensor, layout: SlabLayout, max_rank: int) -> LoraWeights:
-    """A slab in host memory as the CPU's kernels use it."""
+    """Return a slab in host memory as the CPU kernels use it."""
     return host_weights(_views(slab, layout), max_rank)
 
 

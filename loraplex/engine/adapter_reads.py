@@ -1,7 +1,7 @@
-"""Where an adapter's weights come from: another replica's host memory, or its files if no replica has it.
+"""Reads an adapter's weights from another replica's host memory, or from its files if no replica has them.
 
-Slabs of one version and one layout are the same bytes on every replica of a fleet, so that one of them can be
-copied to another. A single engine has no replicas beside it, and reads files only.
+Slabs of one version and one layout are the same bytes on every replica of a fleet, so that one replica can
+copy them from another. A single engine has no other replicas, and reads files only.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from loraplex.engine.peers import SlabBytes
 
 ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
-"""Fills a slab; raises AdapterError or OSError if the weights are not to be had."""
+"""Fills a slab; raises AdapterError or OSError if the weights cannot be read."""
 
 
 class AdapterReads:
-    """Fills slabs for an executor, on its loader's threads."""
+    """Fills slabs for an executor, on its loader threads."""
 
     def __init__(self, read_files: ReadSlab, peers: Peers | None = None) -> None:
         self._read_files = read_files
         self._peers = peers
-        self._lock = threading.Lock()  # for what is below
+        self._lock = threading.Lock()  # guards the counts below
         self._num_file_reads = 0
         self._num_fetches = 0
         self._num_bytes_fetched = 0
@@ -49,7 +49,7 @@ class AdapterReads:
             self._fetch_or_read(peers, spec, layout, slab, keeps=False)
 
     def keep(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
-        """Fill a slab that others may copy from then on, until its memory is filled again, or until `forget`.
+        """Fill a slab that other replicas may copy, until its memory is filled again or `forget` is called.
         Raises as `read` does."""
         if (peers := self._joined()) is None:
             self._read(spec, layout, slab)
@@ -58,7 +58,7 @@ class AdapterReads:
             self._fetch_or_read(peers, spec, layout, slab, keeps=True)
 
     def forget(self, version: str) -> None:
-        """A version that was kept is evicted, and its memory given away."""
+        """Record that a kept version is evicted and its memory reused."""
         if self._peers is not None:
             self._peers.forget(version)
 
@@ -73,7 +73,7 @@ class AdapterReads:
             digest = peers.fetch(key, memory)
             if digest is None:
                 peers.reading(key)
-                for begin, end in slab_gaps(layout):  # they are hashed with the rest
+                for begin, end in slab_gaps(layout):  # gaps are hashed with the rest
                     slab[begin:end] = 0
                 self._read(spec, layout, slab)
             else:
@@ -92,7 +92,7 @@ class AdapterReads:
 
 
 def slab_key(spec: AdapterSpec, layout: SlabLayout, dtype: torch.dtype) -> SlabKey:
-    """Return what tells slabs with the same bytes from others."""
+    """Return the key that only slabs with the same bytes share."""
     laid_out = f"{layout.shape} {dtype} {layout.num_elements}"
     return SlabKey(spec.version, hashlib.sha256(laid_out.encode()).hexdigest()[:16])
 

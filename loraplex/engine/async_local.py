@@ -1,4 +1,4 @@
-"""An asynchronous engine in this process: a thread that drives the core."""
+"""An asynchronous engine in this process: one thread drives the core."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from loraplex.engine.staging import answer_once
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 1.0
-"""How long an engine with nothing to do waits before it looks whether all its processes are still there."""
+"""Seconds that an idle engine waits before it checks that all its processes are alive."""
 
 T = TypeVar("T")
 
 
 class LocalAsyncEngine:
-    """An AsyncEngine around a core in the same process. The core is touched by one thread only.
+    """An AsyncEngine around a core in the same process. Only one thread uses the core.
 
     Every call belongs to the event loop it is made in, so a synchronous caller may run one loop after
     the other. `close` must be called at the end; it may be called from anywhere.
@@ -38,10 +38,11 @@ class LocalAsyncEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._end_reason: str | None = None
-        # Whoever waits is entered here before its command is queued, so the end of the thread reaches all.
+        # Waiters are registered here before their command is queued, so that the end of the thread reaches
+        # all.
         self._streams: dict[str, _Stream] = {}
         self._replies: set[_Reply[Any]] = set()
-        self._removals: dict[str, list[_Reply[None]]] = {}  # the thread's own
+        self._removals: dict[str, list[_Reply[None]]] = {}  # used by the thread only
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -67,7 +68,7 @@ class LocalAsyncEngine:
                     self._submit(partial(self._core.cancel, request_id))
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
-        """See AsyncEngine. Overtakes a removal of the same version that is still under way."""
+        """See AsyncEngine. Cancels a removal of the same version that has not completed."""
         await self._call(lambda reply: self._add_adapter(spec, reply))
 
     async def stage_adapter(self, version: str) -> None:
@@ -86,12 +87,12 @@ class LocalAsyncEngine:
         return self._end_reason is None
 
     def close(self) -> None:
-        """End the thread after the step it is in; requests in flight raise EngineDeadError. Idempotent."""
+        """End the thread after its current step; requests in flight raise EngineDeadError. Idempotent."""
         self._end("the engine was closed")
         self._thread.join()
 
     async def _call(self, command: Callable[[_Reply[T]], None]) -> T:
-        """Run a command in the thread and wait for what it replies."""
+        """Run a command in the thread and wait for its reply."""
         reply: _Reply[T] = _Reply()
         with self._changed:
             self._raise_if_ended()
@@ -117,7 +118,7 @@ class LocalAsyncEngine:
                 self._end_reason = reason
             self._changed.notify()
 
-    # Below here: the thread.
+    # Everything below runs in the thread.
 
     def _run(self) -> None:
         try:
@@ -137,7 +138,7 @@ class LocalAsyncEngine:
             logger.exception("the engine could not be closed")
 
     def _obey_commands(self) -> bool:
-        """Run every queued command, waiting for one if there is nothing else to do; False at the end."""
+        """Run every queued command; wait for one if there is no work. Return False at the end."""
         begins = not self._core.has_work()
         idle = begins and not self._core.prepare()
         with self._changed:
@@ -149,17 +150,17 @@ class LocalAsyncEngine:
             return False
         for command in commands:
             command()
-        # A program that hands over its first batch at once gives the engine no time to prepare by itself.
+        # With the first batch submitted at once, the engine had no idle time to prepare itself.
         while begins and self._core.has_work() and self._core.num_required > 0:
             self._core.prepare()
         return True
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
-        """Hand a step's outputs over with one call for each event loop, however many requests it has."""
+        """Deliver a step's outputs with one call for each event loop, however many requests it has."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None:  # else cancelled during the step
+            if stream is not None:  # otherwise cancelled during the step
                 batches.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in batches.items():
             if not _call_in(loop, partial(_push_all, batch)):
@@ -216,7 +217,7 @@ class _Stream:
 
 
 class _Reply(Generic[T]):
-    """A future that the thread settles."""
+    """A future that the engine's thread settles."""
 
     __slots__ = ("future",)
 
@@ -230,7 +231,7 @@ class _Reply(Generic[T]):
         self._unless_done(partial(self.future.set_exception, error))
 
     def _unless_done(self, settle: Callable[[], None]) -> None:
-        # Asked in the loop: the caller may have been cancelled, and been answered, meanwhile.
+        # Checked in the loop: the caller may have been cancelled or answered meanwhile.
         _call_in(self.future.get_loop(), lambda: None if self.future.done() else settle())
 
 
@@ -240,7 +241,7 @@ def _push_all(batch: Iterable[tuple[_Stream, EngineOutput]]) -> None:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> bool:
-    """Run a callback in an event loop; False if that is closed and nobody is left in it."""
+    """Run a callback in an event loop. Return False if the loop is closed, and so has no waiters left."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

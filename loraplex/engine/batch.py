@@ -1,4 +1,5 @@
-"""Lays a step plan out as tensors: rows of one adapter side by side, and where each row's logits go."""
+"""Lays out a step plan as tensors, with the rows of one adapter adjacent, and which row each logit comes
+from."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from loraplex.scheduling.plan import Chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltBatch:
-    """A batch, and which of its logit rows belong to whom.
+    """A batch, and the requests that its logit rows belong to.
 
     `sampling`: request id -> the logit row its next token is sampled from, in batch order.
-    `rows_of`: request id -> the logit rows of its whole chunk, for those who asked for all rows.
+    `rows_of`: request id -> the logit rows of its whole chunk, for requests in `all_rows_of`.
     `chunks`: in the order of their rows.
     """
 
@@ -32,10 +33,10 @@ class BuiltBatch:
 
 
 class BatchBuilder:
-    """Makes batches for one model on one device.
+    """Builds batches for one model on one device.
 
-    `tables`: the block tables of running requests. Whoever builds batches step by step says when a request
-    ends or begins anew, and when blocks were moved.
+    `tables`: the block tables of running requests. The caller must report when a request ends or is
+    preempted, and when blocks were moved.
     """
 
     def __init__(self, kernels: Kernels, block_size: int) -> None:
@@ -49,14 +50,14 @@ class BatchBuilder:
         adapters: Mapping[str, LoraWeights],
         all_rows_of: Collection[str] = (),
     ) -> BuiltBatch:
-        """`all_rows_of`: requests that want logits for every row of their chunk."""
+        """`all_rows_of`: requests that need logits for every row of their chunk."""
         ordered = sorted(chunks, key=self._place)
         starts = _starts(ordered)
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
         table_rows = self.tables.rows_of(ordered)
         placed = list(enumerate(zip(ordered, starts, strict=True)))
         decodes = [(index, *pair) for index, pair in placed if pair[0].num_tokens == 1]
-        decodes.sort(key=lambda each: each[1].end, reverse=True)  # nobody waits for a long one begun last
+        decodes.sort(key=lambda each: each[1].end, reverse=True)  # a long one begun last would delay the step
         spans = [(index, *pair) for index, pair in placed if pair[0].num_tokens > 1]
         positions, slots = self._positions_and_slots(ordered, starts, table_rows)
         batch = KernelBatch(
@@ -77,7 +78,7 @@ class BatchBuilder:
         return BuiltBatch(chunks=tuple(ordered), batch=batch, sampling=sampling, rows_of=rows_of)
 
     def _place(self, chunk: Chunk) -> tuple[bool, str]:
-        """Rows of one adapter side by side; where the kernels want it, decoding rows before prompts."""
+        """Return the sort key: rows of one adapter together, decodes first where the kernels need that."""
         return self._kernels.decodes_first and chunk.num_tokens > 1, chunk.adapter or ""
 
     def _segments(
@@ -118,7 +119,8 @@ class BatchBuilder:
     def _positions_and_slots(
         self, ordered: Sequence[Chunk], starts: Sequence[int], table_rows: Integers
     ) -> tuple[Integers, Integers]:
-        """Of every row of the batch: its place in its sequence, and where its keys and values go."""
+        """Return for every row of the batch its position in its sequence, and the slot of its keys and
+        values."""
         lens = [chunk.num_tokens for chunk in ordered]
         shifts = np.array([chunk.start - start for chunk, start in zip(ordered, starts, strict=True)])
         positions = np.arange(starts[-1] + lens[-1]) + np.repeat(shifts, lens)
@@ -127,7 +129,7 @@ class BatchBuilder:
         return positions, blocks * self._block_size + offsets
 
     def _block_table(self, placed: Sequence[tuple[int, Chunk, int]], table_rows: Integers) -> torch.Tensor:
-        """The block tables of these chunks, each with its index in the batch."""
+        """Return the block tables of these chunks, each given with its index in the batch."""
         width = max((len(chunk.block_ids) for _, chunk, _ in placed), default=0)
         rows = table_rows[[index for index, _, _ in placed]] if placed else table_rows[:0]
         return torch.from_numpy(self.tables.gather(rows, width))

@@ -1,7 +1,7 @@
-"""The block numbers of running requests, kept from step to step in one array.
+"""The block tables of running requests, kept from step to step in one array.
 
-Laying a step out from Python lists would take time with every block of every request's context. Between two
-steps a request gets a block at the most, so that a step appends a few numbers and gathers rows.
+Building them from Python lists would take time for every block of every request's context. Between two steps
+a request gets at most one block, so that a step only appends a few numbers and gathers rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Integers = npt.NDArray[np.int64]
 
 
 class BlockTables:
-    """A row for each request that was in a step, until `forget`; zeros behind its last block.
+    """A row for each request that was in a step, until `forget`; zeros after its last block.
 
-    A row follows its request's list of blocks (`Chunk.block_ids`), to which the scheduler only appends.
-    Another list means that the request began anew. Changes within a list have to be announced by
+    A row follows its request's list of blocks (`Chunk.block_ids`), to which the scheduler only appends. A
+    different list means that the request was preempted. Changes within a list must be announced by
     `forget_contents`.
     """
 
@@ -31,17 +31,17 @@ class BlockTables:
         self._table_RB: Integers = np.zeros((_FIRST_ROWS, _FIRST_WIDTH), dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free = list(reversed(range(_FIRST_ROWS)))
-        # By row: the list that it follows, and how many of its blocks the row has.
+        # By row: the list that it follows, and the number of its blocks that the row has.
         self._lists: list[list[int] | None] = [None] * _FIRST_ROWS
         self._counts = [0] * _FIRST_ROWS
 
     @property
     def num_rows(self) -> int:
-        """Rows that there is memory for."""
+        """Number of rows that memory is allocated for."""
         return len(self._lists)
 
     def rows_of(self, chunks: Sequence[Chunk]) -> Integers:
-        """The row of each chunk's request, brought up to date."""
+        """Return the row of each chunk's request, brought up to date."""
         row_of, lists, counts = self._row_of, self._lists, self._counts
         rows = []
         for chunk in chunks:
@@ -54,23 +54,23 @@ class BlockTables:
         return np.array(rows, dtype=np.int64)
 
     def blocks_at(self, rows_T: Integers, indices_T: Integers) -> Integers:
-        """One block of each row."""
+        """Return one block of each row."""
         found: Integers = self._table_RB[rows_T, indices_T]
         return found
 
     def gather(self, rows_D: Integers, width: int) -> Integers:
-        """The first blocks of these rows."""
+        """Return the first `width` blocks of these rows."""
         return np.ascontiguousarray(self._table_RB[rows_D, :width])
 
     def forget(self, request_id: str) -> None:
-        """Give up the row of a request that ended or begins anew. Unknown requests are ignored."""
+        """Free the row of a request that ended or was preempted. Unknown requests are ignored."""
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._lists[row] = None
             self._free.append(row)
 
     def forget_contents(self) -> None:
-        """Blocks were moved: lists changed where they are, and every row is read again."""
+        """Record that blocks were moved: lists changed in place, and every row is read again."""
         self._lists = [None] * len(self._lists)
 
     def check_integrity(self, request_ids: Set[str]) -> None:
@@ -78,7 +78,7 @@ class BlockTables:
         assert sorted([*self._row_of.values(), *self._free]) == list(range(self.num_rows))
 
     def _follow(self, request_id: str, blocks: list[int]) -> int:
-        """Append what is new of a list, or begin with it. Returns the row."""
+        """Append the new part of a list to its row, or start a row with it. Return the row."""
         num_blocks = len(blocks)
         row = self._row_of.get(request_id)
         if row is None:

@@ -1,4 +1,4 @@
-"""Puts an engine together from options: which model, which device."""
+"""Builds an engine from options: chooses the device and the dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 def build_core(
     options: EngineOptions, progress: Progress | None = None, peers: Peers | None = None
 ) -> Engine:
-    """Load the model and allocate its memory. `peers`: other replicas that adapters may come from.
+    """Load the model and allocate its memory. `peers`: other replicas that adapters may be copied from.
 
     Raises ModelError or CapacityError with the fix.
     """
@@ -36,7 +36,7 @@ def build_core(
     config = load_config(folder)
     options = replace(options, model=str(folder))
     dtype = choose_dtype(options.dtype, device, config)
-    # Each device's own parts are imported only where it is used: Triton is not everywhere, nor is numba.
+    # Each device's modules are imported only where it is used: Triton and numba are not installed everywhere.
     if device == "cuda":
         from loraplex.engine.cuda.build import build_cuda_engine
 
@@ -50,7 +50,7 @@ def build_core(
 
 
 def choose_device(options: EngineOptions) -> str:
-    """ "cpu" or "cuda", and that the other options go with it."""
+    """Return "cpu" or "cuda". Raise ModelError if other options do not go with it."""
     device = options.device
     if device not in ("auto", "cpu", "cuda"):
         raise ModelError(f"unknown device {device!r}; choose auto, cpu or cuda")
@@ -89,8 +89,8 @@ def choose_device(options: EngineOptions) -> str:
 
 
 def choose_dtype(name: str, device: str, config: ModelConfig) -> torch.dtype:
-    """Unless asked otherwise: on a CPU float32, which has compiled kernels and is exact; on a GPU the type of
-    the checkpoint if it is a short one, else bfloat16."""
+    """Return the dtype. The default is float32 on a CPU, which has compiled kernels and is exact; on a GPU,
+    float16 if the checkpoint has it, otherwise bfloat16."""
     if name == "auto" and device == "cpu":
         return torch.float32
     if name == "auto":

@@ -1,6 +1,6 @@
 """The engine: schedule, launch, land, update.
 
-Where the executor lets it, the next step is decided and launched while the last one is under way, so that
+Where the executor allows it, the next step is decided and launched while the last one is in flight, so that
 the device never waits for Python.
 """
 
@@ -25,16 +25,16 @@ from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler
 
 _LOAD_WAIT_S = 0.001
-"""How long a step with nothing to compute waits for a load, before it looks for new requests again."""
+"""Seconds that a step without chunks waits for a load before it checks for new requests again."""
 LOAD_DEADLINE_S: Final = 120.0
-"""Long enough for gigabytes from a slow disk: what takes longer is taken to hang."""
+"""Seconds until a read counts as overdue: long enough for gigabytes from a slow disk."""
 MAX_PAUSE_S: Final = 5.0
 _OBSERVED_STEPS = 8
-"""Of so many steps, one is compared with what it was predicted to take."""
+"""Number of steps between two comparisons of a step with its predicted cost."""
 
 
 class _Launched(NamedTuple):
-    """A step under way."""
+    """A step in flight."""
 
     plan: StepPlan
     flight: Flight
@@ -54,9 +54,9 @@ class Engine:
         load_deadline_s: float = LOAD_DEADLINE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`costs`: what things take on this machine, corrected by what they are found to take.
-        `load_deadline_s`: requests fail if their adapter has been read from disk for longer. `max_pause_s`:
-        with `ColdStart.ON_DEMAND`, how long a step is put off for a load."""
+        """`costs`: predicted costs on this machine, corrected by measured ones. `load_deadline_s`: requests
+        fail if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
+        longest that a step waits for a load."""
         self.max_model_len = config.max_model_len
         self.step_work = config.work
         self._table = memory.table
@@ -68,7 +68,7 @@ class Engine:
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._flights: deque[_Launched] = deque()
         self.landed: StepPlan | None = None
-        """The step that ended last, as it was decided."""
+        """The plan of the step that landed last."""
         self._landed_s = 0.0
         self._num_steps = 0
 
@@ -100,7 +100,7 @@ class Engine:
         return outputs + [self._output(failure, StepResult()) for failure in self._scheduler.take_failures()]
 
     def _land(self, keep: int) -> list[EngineOutput]:
-        """Collect the steps under way, but for the last `keep`."""
+        """Land the steps in flight, except the last `keep`."""
         outputs: list[EngineOutput] = []
         while len(self._flights) > keep:
             plan, flight, launched_s = self._flights.popleft()
@@ -115,7 +115,7 @@ class Engine:
         return outputs
 
     def has_work(self) -> bool:
-        """See EngineCore. A read that is overdue is no work before it has ended."""
+        """See EngineCore. An overdue read is no work until it has ended."""
         return bool(self._flights) or self._scheduler.has_work() or self._executor.num_pending_loads > 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -142,16 +142,16 @@ class Engine:
 
     def prepare(self) -> bool:
         if not self._flights and not self._scheduler.request_ids and self._scheduler.has_work():
-            self.step()  # nobody is there to be served: it only goes on to read adapters meanwhile
+            self.step()  # there are no requests: this only continues reading adapters
         return self._executor.prepare()
 
     def get_ready(self) -> None:
-        """Prepare as far as `num_required` says, for the adapters that are known now."""
+        """Prepare until `num_required` is 0, for the adapters known now."""
         while self.num_required > 0:
             self.prepare()
 
     def warm_up(self) -> None:
-        """All of `prepare` at once, for the adapters that are known now."""
+        """Prepare everything, for the adapters known now."""
         while self.prepare():
             pass
 
@@ -164,7 +164,7 @@ class Engine:
         return self._scheduler.adapters.take_removed()
 
     def stage_adapter(self, version: str) -> None:
-        """Bring it to the host's memory before anybody asks for it, if there is room for it."""
+        """Read a version into host memory before any request asks for it, if there is room."""
         self._scheduler.adapters.stage_ahead(version)
 
     def stats(self) -> EngineStats:
@@ -188,7 +188,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Assert the scheduler's invariants, and that nothing is kept of what ended. For tests, after
+        """Assert the scheduler's invariants, and that no state is left of ended requests. For tests, after
         `take_removed_adapters`."""
         self._scheduler.check_integrity()
         self._executor.check_integrity(self._scheduler.request_ids, self._table.serving.resident)
@@ -199,7 +199,7 @@ class Engine:
         self._executor.close()
 
     def _collect_loads(self, timeout_s: float) -> set[str]:
-        """The versions whose reads and loads ended."""
+        """Process the reads and loads that ended, and return their versions."""
         events = self._executor.poll_adapters(timeout_s)
         for event in events:
             if event.copied is not None:
@@ -213,14 +213,14 @@ class Engine:
         return {event.version for event in events}
 
     def _await_loads(self, versions: Set[str]) -> None:
-        """Wait until these versions have been read or loaded, but no longer than a step may be put off: a
-        disk that does not answer must not stop every stream."""
+        """Wait until these versions have been read or loaded, up to `max_pause_s`: a disk that does not
+        answer must not stop every stream."""
         awaited, until_s = set(versions), time.monotonic() + self._max_pause_s
         while awaited and time.monotonic() < until_s:
             awaited -= self._collect_loads(timeout_s=_LOAD_WAIT_S)
 
     def _fail_overdue(self) -> None:
-        """Fail requests whose adapter does not come. If it comes later, it serves those after them."""
+        """Fail requests whose adapter is overdue. If its load ends later, it serves later requests."""
         for version in self._executor.overdue_adapters(self._load_deadline_s):
             self._scheduler.adapter_overdue(
                 version,
@@ -229,11 +229,11 @@ class Engine:
             )
 
     def _collect_prompt_logprobs(self, chunks: Sequence[Chunk], result: StepResult) -> None:
-        """A long prompt is scored over several steps. One that was preempted is scored again from where it
-        starts anew: a chunk's scores replace whatever was there from its place on."""
+        """Collect the scores of prompts, which take several steps if long. A preempted prompt is scored
+        again: a chunk's scores replace all from its position on."""
         for chunk in chunks:
             scored = result.prompt_logprobs.get(chunk.request_id)
-            known = self._prompt_logprobs.get(chunk.request_id)  # gone once the first token was told
+            known = self._prompt_logprobs.get(chunk.request_id)  # removed with the first token
             if scored is not None and known is not None:
                 known[chunk.start + 1 :] = scored
 

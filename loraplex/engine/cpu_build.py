@@ -1,4 +1,4 @@
-"""Puts the engine of a CPU together: separate budgets for KV cache and adapters, steps bounded by time."""
+"""Builds an engine for CPUs: separate budgets for KV cache and adapters, steps limited by time."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ _DEFAULT_ADAPTER_SHARE: Final = 0.25
 _MAX_DEFAULT_KV_BYTES: Final = 4 * _GIB
 _MAX_DEFAULT_ADAPTER_BYTES: Final = 8 * _GIB
 _STEP_FLOPS_PER_THREAD: Final = 2e10
-"""A quarter of a second for a core with AVX-512: how long a prompt may hold up everybody's next token."""
+"""A quarter of a second on a core with AVX-512: the longest that a prompt may delay other requests' next
+token."""
 _ATTENTION_FACTOR: Final = 2.5
-"""How much longer than its operations say attention over a long context takes on a CPU, beside the linears:
-with the demo's model, chunks sized without it took 0.27 s at the start of a prompt and 0.7 s at 7,400."""
+"""Factor by which attention over a long context takes longer on a CPU than its operations say, relative to
+the linears: with the demo's model, chunks sized without it took 0.27 s at the start of a prompt and 0.7 s at
+7,400."""
 _MIN_STEP_TOKENS: Final = 32
 _MAX_STEP_TOKENS: Final = 2048
 
 
 class CpuPlan(NamedTuple):
-    """What an engine on this machine gets, each process of it: KV blocks, the longest context, and the work
-    of a step."""
+    """The resources of each process of an engine: KV blocks, the longest context, and the work of a step."""
 
     num_blocks: int
     max_model_len: int
@@ -62,13 +63,13 @@ class CpuPlan(NamedTuple):
 
 
 def plan_cpu(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuPlan:
-    """`config`: of a process's part of the model."""
+    """`config`: configuration of one process's part of the model."""
     num_blocks, max_model_len = _plan_memory(options, config, dtype)
     return CpuPlan(num_blocks, max_model_len, _plan_work(options, config.shape, _threads_of_each(options)))
 
 
 def plan_adapter_bytes(options: EngineOptions) -> int:
-    """Return the bytes for adapters of each process: a share of what weights and KV cache have left."""
+    """Return the bytes for adapters of each process: a share of the memory left by weights and KV cache."""
     if options.host_adapter_memory_bytes is not None:
         return options.host_adapter_memory_bytes
     share = _DEFAULT_ADAPTER_SHARE / options.tensor_parallel
@@ -83,7 +84,7 @@ def build_cpu_engine(
     peers: Peers | None = None,
 ) -> Engine:
     """`options.model` is a folder, and `config` the whole model's. `peers`: other replicas that adapters may
-    come from; those of several processes come from files."""
+    be copied from; engines of several processes read adapters from files."""
     num_shards, num_threads = options.tensor_parallel, _threads_of_each(options)
     plan = plan_cpu(options, Shard(index=0, count=num_shards).config(config), dtype)
     build = partial(
@@ -92,7 +93,7 @@ def build_cpu_engine(
     executor: Executor
     if num_shards == 1:
         torch.set_num_threads(num_threads)
-        # A number that the user chose is kept.
+        # A number that the user chose is never changed.
         if options.num_threads is None and num_threads > 1:
             build = partial(build, threads=StepThreads(ThreadGovernor(num_threads), plan.work))
         executor = build(WHOLE, SOLO, report, peers=peers)
@@ -135,7 +136,7 @@ def _build_shard(
     local = shard.config(config)
     report("compiling kernels", 0.0)
     kernels = choose_kernels(local, dtype)
-    compile_reader()  # the first adapter would wait for it
+    compile_reader()  # otherwise the first adapter would wait for it
 
     def on_bytes(done: int, total: int) -> None:
         report("reading weights", done / max(total, 1))
@@ -157,13 +158,13 @@ def _build_shard(
 
 
 def _threads_of_each(options: EngineOptions) -> int:
-    """Threads of each process: they share the machine's, or those that the user gives."""
+    """Return the threads of each process: an equal share of the machine's, or of those the user gives."""
     num_threads = default_threads() if options.num_threads is None else options.num_threads
     return max(num_threads // options.tensor_parallel, 1)
 
 
 def choose_kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels:
-    """Compiled ones for the type that has them."""
+    """Return compiled kernels for float32, otherwise torch's."""
     if dtype is torch.float32:
         from loraplex.kernels.cpu.numba_kernels import NumbaKernels
 
@@ -172,7 +173,7 @@ def choose_kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels:
 
 
 def _plan_work(options: EngineOptions, shape: ModelShape, num_threads: int) -> StepWork:
-    """Steps that take roughly as long whatever the model and the context are."""
+    """Limit steps so that they take about as long whatever the model and the context."""
     max_tokens = options.max_step_tokens
     if max_tokens is None:
         affordable = int(num_threads * _STEP_FLOPS_PER_THREAD / shape.linear_flops)
@@ -182,14 +183,15 @@ def _plan_work(options: EngineOptions, shape: ModelShape, num_threads: int) -> S
 
 
 def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """KV blocks of each process for its budget, and the longest context they and the model allow."""
+    """Return the KV blocks of each process for its budget, and the longest context they and the model
+    allow."""
     shape = config.shape
     available = available_bytes() // options.tensor_parallel
     token_bytes = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
     budget = options.kv_memory_bytes
     if budget is None:
         budget = min(int(available * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
-        # No more than every request the engine runs at once could ever fill.
+        # No more than all concurrently running requests could ever fill.
         budget = min(budget, options.max_running * shape.max_position * token_bytes)
     num_blocks = budget // (token_bytes * options.block_size)
     if budget > available:

@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 def default_threads() -> int:
-    """The number of threads that torch takes by itself, but no more than a container's CPU quota pays for in
-    full: one more would be stopped in every period, and all others wait for it."""
+    """Return torch's default number of threads, limited to a container's CPU quota, rounded down: one more
+    thread would be throttled in every period, and all others would wait for it."""
     found, quota = torch.get_num_threads(), cpu_quota()
     return found if quota is None else max(min(found, math.floor(quota)), 1)
 
 
 class Reading(NamedTuple):
-    """Meters of this process, all of them counting up."""
+    """Counters of this process, which only increase."""
 
     wall_s: float
     cpu_s: float
@@ -40,7 +40,8 @@ class Reading(NamedTuple):
 
 
 def read_meters() -> Reading:
-    """Preemptions are of all threads: how often the system took a core from one that could have gone on."""
+    """Read the counters. Preemptions are those of all threads: how often the system took a core from a
+    runnable one."""
     preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
     return Reading(time.perf_counter(), time.process_time(), preemptions)
 
@@ -54,7 +55,7 @@ class StepThreads:
     def __init__(
         self, governor: ThreadGovernor, work: StepWork, read: Callable[[], Reading] = read_meters
     ) -> None:
-        """`work`: what attending to a context costs beside computing a token."""
+        """`work`: the cost of attention to a context relative to a token's other work."""
         self._governor = governor
         self._work = work
         self._read = read
@@ -62,7 +63,7 @@ class StepThreads:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
-        """Run the step that was planned in this block."""
+        """Measure the step that runs inside this context, on the number of threads the governor chose."""
         self._set(self._governor.num_threads)
         before = self._read()
         yield
@@ -79,7 +80,7 @@ class StepThreads:
             self._report(change)
 
     def close(self) -> None:
-        """Give torch all threads back, for what else this process does."""
+        """Reset torch to the maximum number of threads, for other uses of this process."""
         self._set(self._governor.max_threads)
 
     def _set(self, num_threads: int) -> None:
@@ -87,7 +88,7 @@ class StepThreads:
             torch.set_num_threads(num_threads)
 
     def _report(self, change: ThreadChange) -> None:
-        """Warn of the first change, which is always to fewer threads; later ones are for debugging."""
+        """Warn about the first change, which is always to fewer threads; log later ones for debugging."""
         logger.log(
             logging.DEBUG if self._warned else logging.WARNING,
             "%susing %d of %d threads, steps take %s instead of %s%s",

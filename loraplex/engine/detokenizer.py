@@ -1,4 +1,4 @@
-"""Text from tokens as they come: constant time per token, and never half a character.
+"""Incremental detokenizing: constant time per token, and never half a character.
 
 Two families of tokenizers cover the supported models, and both map each token to bytes on its own:
 
@@ -24,30 +24,30 @@ REPLACEMENT: Final = "\ufffd"
 SPACE_MARK: Final = "▁"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# The SentencePiece decoder turns a run of byte tokens into replacement characters, each of them, if the
-# run as a whole is not valid UTF-8. Being faithful to that means to hold a run back until it ends, which
-# would stall scripts written in byte tokens only; longer runs than this are shown character by character.
+# If a run of byte tokens as a whole is not valid UTF-8, the SentencePiece decoder turns each of them into
+# a replacement character. To match that, a run is held back until it ends, which would stall scripts
+# written in byte tokens only; longer runs than this are shown character by character.
 _MAX_HELD_BYTES: Final = 32
 _WINDOW_CONTEXT_TOKENS: Final = 4
 _MAX_WINDOW_TOKENS: Final = 8
 
 
 class Detokenizer(Protocol):
-    """Turns one request's tokens into text. Special tokens (end of turn and the like) add nothing."""
+    """Converts one request's tokens to text. Special tokens (end of turn and the like) add nothing."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain after these tokens."""
+        """Return the text that is certain after these tokens."""
         ...
 
     def flush(self) -> str:
-        """What was held back, with replacement characters for what never became a character."""
+        """Return the text held back, with replacement characters for incomplete characters."""
         ...
 
     def take_offsets(self) -> list[int]:
-        """Return where tokens begin in the text, in characters and in their order, each token once.
+        """Return the offsets of tokens in the text, in characters and in order, each token once.
 
         A token that continues a character begins where that character does. A token is left for a later call
-        while it is not certain which characters its bytes become. Only for detokenizers made `with_offsets`.
+        until it is certain which characters its bytes become. Only for detokenizers made `with_offsets`.
         """
         ...
 
@@ -59,7 +59,7 @@ class _Family(Enum):
 
 
 class PieceTable:
-    """The bytes each token stands for; looked up on first use and kept."""
+    """The bytes of each token; looked up on first use and cached."""
 
     def __init__(self, backend: BackendTokenizer) -> None:
         self.backend = backend
@@ -70,15 +70,15 @@ class PieceTable:
         self._pieces: dict[int, bytes] = {}
 
     def piece(self, token_id: int) -> bytes:
-        """The token's bytes; special tokens by their name, unknown ids as nothing."""
+        """Return the token's bytes: the name of a special token, nothing for an unknown id."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._look_up(token_id)
         return piece
 
     def longest_piece_bytes(self) -> int | None:
-        """Bytes of the longest token. None for tokenizers that may drop parts of a text, or make one unknown
-        token of a part of any length."""
+        """Return the bytes of the longest token; None for tokenizers that may drop parts of a text, or make
+        one unknown token of a part of any length."""
         model = self.backend.model
         fuses_unknown = getattr(model, "fuse_unk", False) and not getattr(model, "byte_fallback", False)
         normalizer = type(self.backend.normalizer).__name__
@@ -88,7 +88,7 @@ class PieceTable:
         return max(len(self._look_up(token_id)) for token_id in self.backend.get_vocab().values())
 
     def detokenizer(self, context: Sequence[int], *, with_offsets: bool = False) -> Detokenizer:
-        """A fresh detokenizer for tokens that follow `context` (the prompt)."""
+        """Return a new detokenizer for tokens that follow `context` (the prompt)."""
         match self._family:
             case _Family.BYTE_LEVEL:
                 return _ByteLevelDetokenizer(self, with_offsets=with_offsets)
@@ -98,7 +98,7 @@ class PieceTable:
                 return _WindowDetokenizer(self.backend, context, with_offsets=with_offsets)
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token stands for one byte of a character (SentencePiece only)."""
+        """Return whether the token stands for one byte of a character (SentencePiece only)."""
         token = self.backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
@@ -119,14 +119,14 @@ class PieceTable:
 
 
 class _Offsets:
-    """The characters made so far, and the offsets of tokens that nobody has taken yet."""
+    """The number of characters so far, and the offsets of tokens that were not taken yet."""
 
     def __init__(self) -> None:
         self.num_chars = 0
         self._untaken: list[int] = []
 
     def place(self, *distances: int) -> None:
-        """Record tokens that begin this many characters behind the text made so far."""
+        """Record tokens that begin this many characters after the text so far."""
         self._untaken += [self.num_chars + distance for distance in distances]
 
     def take(self) -> list[int]:
@@ -157,7 +157,7 @@ class _ByteLevelDetokenizer:
     def _push_placed(self, piece: bytes) -> str:
         assert self._offsets is not None
         held = self._utf8.getstate()[0]
-        # Bytes that cannot go on become a replacement character, and the token begins behind it.
+        # Held bytes that cannot be continued become a replacement character, and the token begins after it.
         self._offsets.place(1 if held and piece and not _may_continue(held, piece[:1]) else 0)
         text = self._utf8.decode(piece)
         self._offsets.num_chars += len(text)
@@ -179,12 +179,12 @@ class _SentencePieceDetokenizer:
         self._run = bytearray()
         self._offsets = _Offsets() if with_offsets else None
         self._waiting: list[int] = []
-        """Tokens within the run, by the byte of it they begin at: their offsets are not certain yet."""
+        """Tokens within the run, by the byte of it that they begin at: their offsets are not certain yet."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         parts: list[str] = []
         for token_id in token_ids:
-            # A skipped token does not end a run of bytes: the tokenizer's own decoder drops it first.
+            # A special token does not end a run of bytes: the tokenizer's own decoder drops it first.
             piece = b"" if token_id in self._pieces.special_ids else self._pieces.piece(token_id)
             if len(piece) == 1 and self._pieces.is_byte_token(token_id):
                 self._place()
@@ -207,7 +207,7 @@ class _SentencePieceDetokenizer:
         return self._offsets.take()
 
     def _take_whole_characters(self) -> str:
-        """All of the run but an unfinished character at its end."""
+        """Release the whole run except an incomplete character at its end."""
         num_whole = len(self._run)
         try:
             self._run.decode()
@@ -217,7 +217,7 @@ class _SentencePieceDetokenizer:
         return self._release(num_whole)
 
     def _release(self, num_bytes: int) -> str:
-        """Turn the first bytes of the run into text."""
+        """Return the first bytes of the run as text."""
         released = bytes(self._run[:num_bytes])
         del self._run[:num_bytes]
         try:
@@ -286,7 +286,7 @@ class _WindowDetokenizer:
         return delta
 
     def _num_whole_chars(self, count: int, limit: int) -> int:
-        """How many characters the first `count` new tokens make, unfinished ones left out."""
+        """Return how many characters the first `count` new tokens make, without incomplete ones."""
         if count == 0:
             return 0
         text = self._decode(self._known + self._new[:count]).rstrip(REPLACEMENT)
@@ -314,14 +314,15 @@ def _is_sentence_piece_step(step: dict[str, Any]) -> bool:
         case "Replace":
             return bool(step["pattern"] == {"String": SPACE_MARK} and step["content"] == " ")
         case "Strip":
-            # It strips the beginning of the whole text, which is the prompt's here.
+            # It strips the beginning of the whole text, which belongs to the prompt here.
             return bool(step["stop"] == 0)
         case kind:
             return kind in ("ByteFallback", "Fuse")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable Latin-1 bytes as themselves, the other 68 from U+0100 upwards."""
+    """Return the byte of each character: byte-level BPE writes printable Latin-1 bytes as themselves, the
+    other 68 from U+0100 upwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

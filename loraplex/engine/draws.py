@@ -1,10 +1,10 @@
-"""Seeded draws that rounding leaves alone: the token with the highest sum of its logit and its noise.
+"""Seeded sampling that tolerates rounding: the token with the highest sum of logit and noise.
 
-With Gumbel noise that is a draw from the softmax of the logits. The noise depends on the request's seed, the
-index of the token in the answer and the token's id, on nothing else. So another engine that goes on with a
-request, and rounds logits otherwise, draws the same tokens unless the best two are nearly equal. A uniform
-number that is looked up in the running total of the weights would depend on which tokens are left by top_p:
-with one more or less at its edge, all tokens behind it move.
+With Gumbel noise that is a draw from the softmax of the logits. The noise depends only on the request's seed,
+the index of the token in the answer and the token's id. So another engine that continues a request, and
+rounds logits differently, draws the same tokens unless the best two are nearly equal. A uniform number looked
+up in the cumulative sum of the weights would depend on which tokens top_p leaves: with one more or less at
+its edge, all tokens after it move.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 _STEPS: Final = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1))
-"""Shifts and (signed) multipliers of a function that mixes 32 bits."""
+"""Shifts and (signed) multipliers of a 32-bit mixing function."""
 
 
 def noise_key(seed: int, index: int) -> tuple[int, int]:
-    """Return the two signed 32-bit numbers that the noise of an answer's token is made from."""
+    """Return the two signed 32-bit numbers that seed the noise of one token of an answer."""
     raw = np.random.Philox(key=seed, counter=index).random_raw()
     first, second = np.array([raw], dtype=np.uint64).view(np.int32).tolist()
     return first, second
@@ -27,7 +27,7 @@ def noise_key(seed: int, index: int) -> tuple[int, int]:
 
 def gumbel_noise(ids: torch.Tensor, first: int | torch.Tensor, second: int | torch.Tensor) -> torch.Tensor:
     """Return the noise of tokens in float64. `first`, `second`: a key, or columns of keys in int32."""
-    # Two tokens of a key never have the same noise: every step maps 32 bits one to one.
+    # Two tokens of a key never have the same noise: each step is a bijection on 32 bits.
     bits = _mix(_mix(ids.to(torch.int32) ^ first).bitwise_xor_(second))
     uniform = bits.double().add_(2**31 + 0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()

@@ -1,4 +1,4 @@
-"""Carries out what the scheduler decides. The twin has an executor of its own behind this interface."""
+"""The interface of an executor, which carries out plans. The twin simulates one (`twin.simulator`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterEvent:
-    """A load that ended: well, or with an error. `read`: one from disk to the host's memory only. `copied`:
-    bytes that were brought to the device with it, and the seconds that took, if they are known."""
+    """A load that ended, with or without an error. `read`: a read from disk into host memory only. `copied`:
+    bytes copied to the device and the seconds that took, if known."""
 
     version: str
     error: str | None = None
@@ -25,10 +25,10 @@ class AdapterEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """By request id: the tokens sampled, their log-probabilities where asked for, and failures.
+    """Results by request id: sampled tokens, their log-probabilities where requested, and failures.
 
-    `prompt_logprobs` holds what this step computed of them: one entry for each prompt token after the
-    first that stands right behind a token of the chunk.
+    `prompt_logprobs`: the part computed in this step: one entry for each prompt token after the first whose
+    preceding token is in the chunk.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -40,21 +40,21 @@ class StepResult:
 class Flight(Protocol):
     """A step that was launched.
 
-    `runs_ahead`: its tokens stay where the next step finds them, so that one may be decided and launched
-    before they are known here.
+    `runs_ahead`: its tokens stay on the device for the next step, which may be decided and launched before
+    they are known to the host.
     """
 
     @property
     def runs_ahead(self) -> bool: ...
 
     def land(self) -> StepResult:
-        """Wait for the step. Flights land in the order they were launched."""
+        """Wait for the step and return its result. Flights land in the order they were launched."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LandedFlight:
-    """A step that was carried out as it was launched."""
+    """A step that was executed synchronously when it was launched."""
 
     result: StepResult
     runs_ahead: bool = False
@@ -64,21 +64,21 @@ class LandedFlight:
 
 
 class LoadOrder(NamedTuple):
-    """A version to load, and the folders that hold it, any of which will do."""
+    """A version to load, and the folders that hold it; any of them can be read."""
 
     sources: Sequence[AdapterSpec]
     load: AdapterLoad
 
 
 class Executor(Protocol):
-    """One device's memory and arithmetic."""
+    """One device: its memory and its computation."""
 
     def begin(self, request: EngineRequest) -> None:
-        """Keep what sampling needs of a request until `end`."""
+        """Keep the request's sampling state until `end`."""
         ...
 
     def preempt(self, request_id: str) -> None:
-        """It runs no more for now: steps to come bring it anew from its first token on."""
+        """Stop running a request for now: later steps compute it again from its first token."""
         ...
 
     def end(self, request_id: str) -> None: ...
@@ -88,47 +88,47 @@ class Executor(Protocol):
         ...
 
     def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
-        """Start to read a version into the host's memory; `poll_adapters` tells when it is there.
+        """Start to read a version into host memory; `poll_adapters` reports when it is complete.
 
-        Sources are the folders that hold it, any of which will do.
+        `sources`: the folders that hold it; any of them can be read.
         """
         ...
 
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
-        """Start to load versions beside the running steps; `poll_adapters` tells when each is there.
+        """Start to load versions beside the running steps; `poll_adapters` reports when each is complete.
 
-        Those that come from the host's memory may be used from now on: steps wait for what they need of them.
+        Steps may use versions that load from host memory at once: they wait for the weights they need.
         """
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy within the arena, one after the other, behind the steps launched and before those to come."""
+        """Copy within the arena, in order, after the steps launched so far and before later ones."""
         ...
 
     def evict_adapter(self, version: str) -> None:
-        """Give up a version's memory; steps under way may still read it."""
+        """Free a version's memory; steps in flight may still read it."""
         ...
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        """Reads and loads that ended; waits for the first of them no longer than `timeout_s`."""
+        """Return the reads and loads that ended; wait up to `timeout_s` for the first of them."""
         ...
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
-        """Versions that have been read from disk for so long without an end. They may still come.
+        """Return the versions whose read from disk has taken longer than `deadline_s`. They may still end.
 
-        Called in each step, also when nothing is being read.
+        Called in each step, even when nothing is being read.
         """
         ...
 
     @property
     def read_counts(self) -> ReadCounts:
-        """How often adapters were read from files, and copied from other replicas."""
+        """Number of adapters read from files, and of copies from other replicas."""
         ...
 
     @property
     def num_pending_loads(self) -> int:
-        """Reads and loads whose end `poll_adapters` will report before long: without those that were found to
-        be overdue, unless they have ended after all."""
+        """Number of reads and loads whose end `poll_adapters` will report before long: without overdue ones,
+        unless they have ended after all."""
         ...
 
     def launch(self, plan: StepPlan) -> Flight:
@@ -136,17 +136,17 @@ class Executor(Protocol):
         ...
 
     def expect(self, spec: AdapterSpec) -> None:
-        """Steps with adapters like this one may come."""
+        """Record that steps with adapters like this one may follow."""
         ...
 
     @property
     def num_required(self) -> int:
-        """How often `prepare` has to be called before steps with all that is expected take no longer than
-        later ones will."""
+        """Number of calls of `prepare` needed before steps with everything expected are as fast as later
+        ones."""
         ...
 
     def prepare(self) -> bool:
-        """Do a little ahead of the steps that are expected, so that the first of them takes no longer; False
+        """Do a part of the work that would slow down the first steps, such as a graph capture. Return False
         if nothing is left to do."""
         ...
 
@@ -155,5 +155,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Free all there is, but for memory that a read which does not end may still write to."""
+        """Free all memory, except memory that an overdue read may still write to."""
         ...

@@ -1,4 +1,4 @@
-"""Memory that was freed, given back to the system."""
+"""Returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 def release_free_memory() -> None:
     """Return free pages of the C heap to the system, where its allocator (glibc) can.
 
-    A large text becomes millions of small allocations, whose pages the allocator would otherwise keep for
-    good. Takes milliseconds, without the interpreter's lock.
+    A large text becomes millions of small allocations, whose pages the allocator would otherwise keep. Takes
+    milliseconds, without the GIL.
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Threads that a process need not wait for when it ends."""
+"""Threads that a process does not wait for when it exits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 class HelperThreads(Executor):
-    """A pool of daemon threads, which are started as they are needed.
+    """A pool of daemon threads that are started when needed.
 
-    Python's own pool joins its threads when the interpreter exits, for ever if one of them hangs in a read.
+    Python's own pool joins its threads when the interpreter exits, which never ends if one of them hangs in a
+    read.
     """
 
     def __init__(self, max_threads: int) -> None:
@@ -24,7 +25,7 @@ class HelperThreads(Executor):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """See Executor. Called by one thread at a time, and not after `shutdown`."""
+        """See Executor. Called by one thread at a time, and never after `shutdown`."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -40,7 +41,7 @@ class HelperThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End each thread after what was submitted; nobody waits for that."""
+        """End each thread after the tasks submitted so far, without waiting for it."""
         assert not wait
         assert not cancel_futures
         for _ in range(self._num_threads):

@@ -11,10 +11,10 @@ from loraplex.core.stats import EngineStats
 
 
 class EngineCore(Protocol):
-    """The engine proper: single-threaded, driven by `step`. No method but `step` and `prepare` takes long."""
+    """The engine proper: single-threaded, driven by `step`. Only `step` and `prepare` may take long."""
 
     max_model_len: int
-    """Tokens a request may have, prompt and output together."""
+    """Most tokens of a request, prompt and output together."""
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises UserError or CapacityError if it can never run; nothing is queued then."""
@@ -25,43 +25,46 @@ class EngineCore(Protocol):
         ...
 
     def add_adapter(self, spec: AdapterSpec) -> None:
-        """Make a version known; weights are read when first needed. Idempotent."""
+        """Register a version; its weights are read when first needed. Idempotent."""
         ...
 
     def stage_adapter(self, version: str) -> None:
-        """Read a known version to the host's memory ahead of its first request, if there is such a memory and
-        room in it."""
+        """Read a known version into host memory ahead of its first request, if there is a host tier with room
+        for it."""
         ...
 
     def remove_adapter(self, version: str) -> None:
-        """Begin to forget a version: no new requests, freed when the last in-flight one ends."""
+        """Begin to remove a version: it gets no new requests, and is freed when the last one in flight
+        ends."""
         ...
 
     def take_removed_adapters(self) -> Sequence[str]:
-        """Versions whose removal was completed since the last call."""
+        """Return the versions whose removal was completed since the last call."""
         ...
 
     def has_work(self) -> bool:
-        """Tell whether calling `step` can make progress. A read from a disk that does not answer is work only
-        if it ends after all: ask again every second or so."""
+        """Return whether calling `step` can make progress. An overdue read is work only once it has ended
+        after all: ask again every second or so."""
         ...
 
     def step(self) -> Sequence[EngineOutput]:
-        """Run one step: schedule, launch, land, update. A step that runs ahead is told by the next call.
+        """Run one step: schedule, launch, land, update. The outputs of a step that runs ahead come with the
+        next call.
 
-        Waits a millisecond at most when all wait for loads.
+        Waits at most a millisecond when all requests wait for loads.
         """
         ...
 
     @property
     def num_required(self) -> int:
-        """How often `prepare` has to be called until steps with the adapters known take no longer than later
-        ones will: the engine is ready at 0."""
+        """Number of calls of `prepare` needed until steps with the known adapters are as fast as later ones:
+        the engine is ready at 0."""
         ...
 
     def prepare(self) -> bool:
-        """While there is nothing to do, every second or so: compile or capture one thing that steps to come
-        would wait for. False if nothing is left. Raises EngineDeadError if a part of the engine is gone."""
+        """Compile or capture one thing that later steps would wait for; to be called when idle, every second
+        or so. Return False if nothing is left. Raises EngineDeadError if a process of the engine has
+        ended."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -73,7 +76,7 @@ class AsyncEngine(Protocol):
     """Token-level engine for asyncio callers. All methods are called from one event loop."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Outputs of one request until its finish_reason.
+        """Yield the outputs of one request until its finish_reason.
 
         An output without tokens or finish_reason may come first: the request is queued, and will not be
         refused any more. Closing the iterator early (aclose, cancellation) cancels the request and frees all
@@ -84,18 +87,18 @@ class AsyncEngine(Protocol):
         ...
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
-        """Make a version known. Weights are read when a request first needs them. Idempotent."""
+        """Register a version. Its weights are read when a request first needs them. Idempotent."""
         ...
 
     async def stage_adapter(self, version: str) -> None:
-        """Have a known version read, verified and used once, wherever it would be served from.
+        """Read, verify and use a known version once, wherever it would be served from.
 
         Raises AdapterError if its weights cannot be served, LoraplexError if the engine cannot tell.
         """
         ...
 
     async def remove_adapter(self, version: str) -> None:
-        """Forget a version: returns after its in-flight requests ended and its memory is free."""
+        """Remove a version; return after its requests in flight have ended and its memory is free."""
         ...
 
     async def stats(self) -> EngineStats: ...

@@ -81,7 +81,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an LLM is made of."""
+    """The components of an LLM."""
 
     core: EngineCore
     tokenizer: Tokenizer
@@ -91,11 +91,11 @@ class EngineParts:
 class LLM:
     """A base model with adapters, in this process. Close it, or use it as a context manager.
 
-    `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of
-    name to folder. Instead of an adapter's folder, a string may be a repository of the Hugging Face hub
-    (`owner/name` or `owner/name@revision`). `tensor_parallel` processes share the model, this one and
-    children of it; memory is what each of them may take. The synchronous methods may be called from any
-    thread; the asynchronous ones from any event loop.
+    `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of name to
+    folder. Instead of an adapter's folder, a string may be a repository of the Hugging Face hub (`owner/name`
+    or `owner/name@revision`). `tensor_parallel` processes share the model, this one and its children; memory
+    limits apply to each of them. The synchronous methods may be called from any thread, the asynchronous ones
+    from any event loop.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LLM:
         parts: EngineParts | None = None,
     ) -> None:
         if parts is None:
-            # Imported here: tests bring their own parts, and these bring torch.
+            # Imported here: tests bring their own parts, and this import brings torch.
             from loraplex.engine.options import EngineOptions
 
             options = EngineOptions(
@@ -170,7 +170,7 @@ class LLM:
         self._versions[name] = spec.version
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter; returns after its requests in flight."""
+        """Forget an adapter; return after its requests in flight have ended."""
         version = self._version_of(name)
         assert version is not None
         del self._versions[name]
@@ -193,7 +193,7 @@ class LLM:
         params: ParamsList = None,
         **template_options: Any,
     ) -> list[Completion]:
-        """Answer one or several conversations, by the model's chat template."""
+        """Answer one or several conversations, rendered with the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = []
         for conversation in conversations:
@@ -223,7 +223,7 @@ class LLM:
         try:
             return list(await asyncio.gather(*jobs))
         finally:
-            # Where one failed, the others must not go on for nobody.
+            # If one failed, the others must not go on without a reader.
             for job in jobs:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
@@ -231,7 +231,7 @@ class LLM:
     async def astream(
         self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Deltas of one prompt as they come; close the generator to cancel."""
+        """Yield the deltas of one prompt as they arrive; close the generator to cancel."""
         [tokens] = self._token_prompts(prompt)
         checked = self._text.check([tokens], params or SamplingParams())
         stream = self._stream(checked, self._version_of(adapter))
@@ -241,7 +241,7 @@ class LLM:
                     yield delta
 
     def close(self) -> None:
-        """Stop the engine and free its memory; what is in flight raises EngineDeadError. Idempotent."""
+        """Stop the engine and free its memory; requests in flight raise EngineDeadError. Idempotent."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -301,7 +301,7 @@ class LLM:
 
 @contextmanager
 def _naming(name: str, path: str | Path) -> Iterator[None]:
-    """Let errors say which adapter they are about: of many, one may be bad."""
+    """Add the adapter's name and path to errors: one of many may be bad."""
     prefix = f"adapter {name!r} ({path}): "
     try:
         yield
@@ -317,12 +317,12 @@ def _build(options: Any) -> EngineParts:
     from loraplex.model.source import resolve_model
 
     config = load_config(resolve_model(options.model))
-    tokenizer = Tokenizer.load(options.model)  # first: a core may have processes, which somebody must end
+    tokenizer = Tokenizer.load(options.model)  # first: a core may have child processes to clean up
     return EngineParts(core=build_core(options), tokenizer=tokenizer, shape=config.shape)
 
 
 def _named_sources(adapters: Adapters) -> list[tuple[str, str | Path]]:
-    """Names, and each one's folder or repository."""
+    """Return the names with the folder or repository of each."""
     if isinstance(adapters, Mapping):
         return list(adapters.items())
     if isinstance(adapters, (str, Path)):
@@ -351,7 +351,7 @@ def _choice(deltas: Sequence[TextDelta]) -> Choice:
 
 
 def _one_each(value: Any, count: int, param: str) -> list[Any]:
-    """The value for each of `count` prompts; a list must have that length."""
+    """Return the value for each of `count` prompts; a list must have that length."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             entries = "1 entry" if len(value) == 1 else f"{len(value)} entries"
@@ -363,7 +363,8 @@ def _one_each(value: Any, count: int, param: str) -> list[Any]:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end from synchronous code, also inside a running event loop (as in a notebook)."""
+    """Run a coroutine to the end from synchronous code, even inside a running event loop (as in a
+    notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The machine: the memory and CPU time that its container leaves to this process, and its processor."""
+"""The machine: memory and CPU time available to this process within its container, and the CPU's name."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from loraplex.core.errors import ModelError
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory to be had without swapping or meeting a container's limit."""
+    """Return the bytes of memory available without swapping or exceeding a container's limit."""
     return min([_machine_bytes(proc), *_container_bytes(cgroup)])
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def max_threads() -> int:
-    """The most threads that can run at a time, within the limits of the container."""
+    """Return the most threads that can run at a time, within the container's limits."""
     quota = cpu_quota()
     return num_cores() if quota is None else max(min(num_cores(), math.ceil(quota)), 1)
 
 
 def check_threads(num_threads: int) -> None:
-    """Raise ModelError unless so many threads can run at a time."""
+    """Raise ModelError unless this many threads can run at a time."""
     limit = max_threads()
     if not 1 <= num_threads <= limit:
         cores = "1 core" if limit == 1 else f"{limit} cores"
@@ -39,7 +39,8 @@ def check_threads(num_threads: int) -> None:
 
 
 def cpu_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of CPU time that the container may use (docker run --cpus); None without a limit."""
+    """Return the cores' worth of CPU time that the container may use (docker run --cpus); None without a
+    limit."""
     quotas = [_quota(line[0].split()) for line in map(_lines, _cpu_max_files(proc, cgroup)) if line]
     v1 = [_lines(cgroup / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     if all(v1):
@@ -48,15 +49,15 @@ def cpu_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"))
 
 
 def spread_cores(count: int, topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """So many of the cores that this process may use, as far from each other as can be: two threads of one
-    core share what computes. All of them if there are fewer."""
+    """Return `count` of the cores that this process may use, as far apart as possible: two hardware threads
+    of one core share its execution units. Returns all cores if there are fewer."""
     cores = sorted(os.sched_getaffinity(0))
     threads: dict[str, list[int]] = {}
     for core in cores:
         siblings = _lines(topology / f"cpu{core}" / "topology" / "thread_siblings_list")
         threads.setdefault(siblings[0] if siblings else str(core), []).append(core)
     firsts = [each[0] for each in threads.values()]
-    # A virtual machine may keep silent about which of its cores are one: those are next to each other.
+    # A virtual machine may not report which of its cores are hardware threads of one: those are adjacent.
     if count <= len(firsts):
         return [firsts[-1 - index * len(firsts) // count] for index in range(count)][::-1]
     others = [core for core in cores if core not in firsts]
@@ -64,7 +65,7 @@ def spread_cores(count: int, topology: Path = Path("/sys/devices/system/cpu")) -
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name, or whatever there is of one."""
+    """Return the CPU's name, or the best substitute."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:  # not Linux
@@ -78,7 +79,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _cpu_max_files(proc: Path, cgroup: Path) -> list[Path]:
-    """Of this process's cgroup and those around it, all of which limit it."""
+    """Return the cpu.max files of this process's cgroup and of its ancestors, all of which limit it."""
     own = next((line[3:] for line in _lines(proc / "self" / "cgroup") if line.startswith("0::")), "/")
     folder = cgroup / own.lstrip("/")
     folders = [folder, *itertools.takewhile(lambda each: each != cgroup.parent, folder.parents)]
@@ -86,7 +87,7 @@ def _cpu_max_files(proc: Path, cgroup: Path) -> list[Path]:
 
 
 def _quota(fields: list[str]) -> float | None:
-    """Quota over period; there is no limit where the quota is "max" (cgroup v2) or -1 (v1)."""
+    """Return quota over period; None without a limit, which is the quota "max" (cgroup v2) or -1 (v1)."""
     if len(fields) != 2 or not all(field.isdigit() for field in fields) or int(fields[1]) == 0:
         return None
     return int(fields[0]) / int(fields[1])
@@ -100,8 +101,8 @@ def _machine_bytes(proc: Path) -> int:
 
 
 def _container_bytes(cgroup: Path) -> list[int]:
-    """What is left of the limits of cgroup v2 and v1, where there are any. Files that are cached count as
-    used there, but give way."""
+    """Return the bytes left within the limits of cgroup v2 and v1, where there are any. Cached files count as
+    used there, but can be reclaimed."""
     kinds = (
         (cgroup, "memory.max", "memory.current", ""),
         (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -1,4 +1,4 @@
-"""What a user may choose of an engine.
+"""The options of an engine.
 
 Imports no torch, which takes seconds: a server starts its engine process before it needs torch itself.
 """
@@ -12,16 +12,16 @@ from loraplex.core.cold_start import ColdStart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """What a user may choose of an engine. None: decided from the model and the machine.
+    """The options of an engine. None: decided from the model and the machine.
 
     `kv_memory_bytes` is for a CPU, `memory_fraction` for a GPU, whose memory KV cache and adapters share.
-    `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
-    cache. Memory is what each of them may take; `num_threads` is for all of them together, on a CPU. If it is
-    None, an engine of one process takes fewer threads by itself while other programs hold them up.
-    `cold_start`: what requests do whose adapter is not loaded; on a CPU, where adapters are used where they
-    are read to, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA
-    beside a GPU. `loads_popular`: bring adapters that are asked for often into spare memory before
-    their next request.
+    `tensor_parallel`: number of processes that share the model, each with a part of it, of every adapter and
+    of the KV cache. Memory options apply to each process; `num_threads` is for all of them together, on a
+    CPU. If it is None, an engine of one process uses fewer threads while other programs take CPU time.
+    `cold_start`: what requests do whose adapter is not loaded; on a CPU, which computes from the memory that
+    adapters are read into, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that
+    compute LoRA beside a GPU. `loads_popular`: load adapters that are requested often into spare memory
+    before their next request.
     """
 
     model: str

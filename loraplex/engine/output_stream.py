@@ -1,4 +1,4 @@
-"""One request's outputs on their way from an engine to one consumer, merged when the consumer is slow."""
+"""The outputs of one request between an engine and one consumer, merged when the consumer is slow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import chain
 from loraplex.core.request import EngineOutput
 
 Take = Callable[[], Awaitable[EngineOutput]]
-"""Waits for the next outputs of a request and returns them as one. Not called again after the one that has a
+"""Waits for the next outputs of a request and returns them as one. Not called again after an output with a
 finish reason."""
 
 
 async def outputs_of(opened: AbstractAsyncContextManager[Take]) -> AsyncGenerator[EngineOutput, None]:
-    """The outputs of a request, which an engine has while `opened` lasts."""
+    """Yield the outputs of a request while `opened` is open."""
     async with opened as take:
         finished = False
         while not finished:
@@ -25,10 +25,11 @@ async def outputs_of(opened: AbstractAsyncContextManager[Take]) -> AsyncGenerato
 
 
 class OutputStream:
-    """A queue of one consumer, used from one event loop. `is_finished`: it has taken the last output.
+    """A queue with one consumer, used from one event loop. `is_finished`: the consumer has taken the last
+    output.
 
-    The consumer gets everything that came since it last asked as one output, so a client that reads
-    slowly costs one wake-up however many steps went by, and what waits is bounded by max_tokens.
+    The consumer gets everything since its last call as one output, so that a slow client costs one wake-up
+    however many steps have passed, and the queue is bounded by max_tokens.
     """
 
     __slots__ = ("_error", "_pending", "_waiter", "is_finished")
@@ -40,18 +41,19 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: EngineOutput) -> None:
-        """Add an output, unless the stream has failed: what comes later than that is not delivered."""
+        """Add an output, unless the stream has failed: later outputs are dropped."""
         if self._error is None:
             self._pending.append(output)
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the stream: what was pushed before is still delivered, then `error` is raised."""
+        """End the stream: outputs pushed before are still delivered, then `error` is raised."""
         self._error = error
         self._wake()
 
     async def take(self) -> EngineOutput:
-        """Everything since the last call as one output; waits for the first. Raises what `fail` was given."""
+        """Return everything since the last call as one output; wait for the first. Raises the error given to
+        `fail`."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -71,7 +73,7 @@ class OutputStream:
 
 
 def merge_outputs(outputs: Sequence[EngineOutput]) -> EngineOutput:
-    """Consecutive outputs of one request as if one step had made them."""
+    """Return consecutive outputs of one request as if one step had made them."""
     first, last = outputs[0], outputs[-1]
     return EngineOutput(
         request_id=first.request_id,

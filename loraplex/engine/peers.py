@@ -1,6 +1,6 @@
-"""What an engine knows of the replicas beside it: their host memory, which adapters may be copied from.
+"""An engine's view of the other replicas: their host memory, from which adapters may be copied.
 
-Imports neither torch nor numpy: the process of an engine begins other things before.
+Imports neither torch nor numpy: an engine process has other work to start first.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ if TYPE_CHECKING:
 
 
 class SlabKey(NamedTuple):
-    """Slabs with the same key hold the same bytes. `layout`: a hash of what they are laid out for."""
+    """Identifies slabs with the same bytes. `layout`: a hash of their memory layout."""
 
     version: str
     layout: str
 
 
 class ComesLaterError(Exception):
-    """Another replica is about to have the slab: ask again in a moment."""
+    """Another replica is about to have the slab: try again in a moment."""
 
 
 class Peers(Protocol):
-    """The host memory of the other replicas, and what they may copy from here. Called on any thread."""
+    """The host memory of the other replicas, and the slabs they may copy from here. Thread-safe."""
 
     @property
     def is_joined(self) -> bool:
-        """Tell whether there are other replicas."""
+        """Return whether there are other replicas."""
         ...
 
     @property
     def num_failures(self) -> int:
-        """How many copies from another replica came to nothing."""
+        """Number of failed copies from other replicas."""
         ...
 
     def withdraw(self, memory: SlabBytes) -> None:
-        """Let others copy nothing any more that overlaps this memory, as it is about to be filled."""
+        """Stop offering slabs that overlap this memory, because it is about to be overwritten."""
         ...
 
     def fetch(self, key: SlabKey, target: SlabBytes) -> bytes | None:
-        """Copy a slab here from another replica, and return the SHA-256 that its bytes were found to have.
+        """Copy a slab here from another replica, and return the SHA-256 of its bytes.
 
-        None if no replica has it: `target` may hold anything then. Raises ComesLaterError.
+        Returns None if no replica has it; `target` may hold anything then. Raises ComesLaterError.
         """
         ...
 
     def reading(self, key: SlabKey) -> None:
-        """Tell others who ask for a slab that it comes, until `settle`."""
+        """Let other replicas know that this one is reading the slab, until `settle`."""
         ...
 
     def offer(self, key: SlabKey, slab: SlabBytes, digest: bytes | None) -> None:
-        """Let others copy a slab until `withdraw` or `forget`. `digest`: its SHA-256, if it is known."""
+        """Offer a slab to other replicas until `withdraw` or `forget`. `digest`: its SHA-256, if known."""
         ...
 
     def settle(self, key: SlabKey) -> None:
-        """Record that a slab is not on its way any more, whether it has come or not."""
+        """Record that a read or copy of a slab has ended, successfully or not."""
         ...
 
     def forget(self, version: str) -> None:
-        """Let others copy a version no more, as its memory is given away."""
+        """Stop offering a version, because its memory is reused."""
         ...
 
 
 class ReadCounts(NamedTuple):
-    """How often weights files were opened, slabs were copied from other replicas, and such copies failed."""
+    """Counts of weights files read, slabs and bytes copied from other replicas, and failed copies."""
 
     num_file_reads: int
     num_fetches: int

@@ -1,4 +1,4 @@
-"""Which profile is this engine's: one answer for `loraplex profile` and for whoever looks for its file."""
+"""Finds the profile of an engine, for `loraplex profile` and for every reader of the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def subject_of(shape: ModelShape, device: str, dtype: torch.dtype) -> Subject:
-    """`device`: cpu or cuda. `shape`: of the model, or of each shard where it is cut."""
+    """Return the subject of an engine's profile. `device`: cpu or cuda. `shape`: shape of the model, or of
+    each shard."""
     machine = f"{num_cores()} cores of {cpu_model()}"
     if device == "cuda":
         machine = f"{torch.cuda.get_device_name(0)}, {machine}"
@@ -33,7 +34,8 @@ def subject_of(shape: ModelShape, device: str, dtype: torch.dtype) -> Subject:
 
 
 def known_costs(shape: ModelShape, device: str, dtype: torch.dtype) -> CostModel:
-    """What `loraplex profile` measured for this engine, or guesses if it never did."""
+    """Return the costs that `loraplex profile` measured for this engine, or default guesses without a
+    profile."""
     subject = subject_of(shape, device, dtype)
     path = profile_path(subject)
     if path.exists():
@@ -45,5 +47,5 @@ def known_costs(shape: ModelShape, device: str, dtype: torch.dtype) -> CostModel
 
 
 def profile_path(subject: Subject) -> Path:
-    """Where its profile is kept: it can be made again, so it is in the cache."""
+    """Return the path of a profile. It can be measured again, so it is in the cache folder."""
     return cache_dir() / "profiles" / subject.file_name

@@ -1,11 +1,10 @@
-"""Prompts to token ids for a server: bounded work, none of it on the event loop if it grows with the request.
+"""Encodes prompts for a server, with bounded work and nothing on the event loop that grows with the request.
 
-Short prompts are encoded where they are, which takes less than a millisecond. Longer ones go to a few threads
-of their own; the tokenizer computes there without the interpreter's lock, so that every stream goes on. Large
-ones, which take from tens of milliseconds to seconds, have a thread to themselves: no other prompt waits for
-them.
+Short prompts are encoded inline, which takes less than a millisecond. Longer ones go to a few threads; the
+tokenizer computes there without the GIL, so that other streams go on. Large ones, which take from tens of
+milliseconds to seconds, have a thread of their own: no other prompt waits for them.
 
-What cannot fit the context is refused without encoding all of it:
+Prompts that cannot fit the context are refused without encoding all of it:
 
     more than MAX_MESSAGES messages                     by counting
     a first part that has more tokens than the context  by encoding that part
@@ -30,31 +29,31 @@ from loraplex.engine.tokenizer import Message, Tokenizer
 T = TypeVar("T")
 
 MAX_MESSAGES: Final = 2048
-"""Messages of a conversation, and parts of their contents: rendering costs about 10 us for each."""
+"""Most messages of a conversation, and most parts of their contents: rendering costs about 10 us for each."""
 MAX_TEXT_CHARS: Final = 1_000_000
-"""Characters that /tokenize takes at a time. Prompts are bounded by the context."""
+"""Most characters of a /tokenize request. Prompts are bounded by the context."""
 MAX_DECODED_TOKENS: Final = 2**18
-"""Tokens that /detokenize takes at a time."""
+"""Most tokens of a /detokenize request."""
 
 _NUM_THREADS: Final = 2
-"""Of texts that are not large; one more is for those that are."""
+"""Threads for texts that are not large; one more is for large ones."""
 _NICENESS: Final = 10
 _INLINE_CHARS: Final = 1024
 _INLINE_MESSAGES: Final = 16
 _INLINE_TOKENS: Final = 4096
 _LARGE_CHARS: Final = 2**16
 _LARGE_TOKENS: Final = 2**14
-"""Larger work goes to a thread of its own and gives memory that it leaves behind back to the system."""
+"""Larger work goes to a thread of its own and returns freed memory to the system afterwards."""
 _PROBE_CHARS_PER_TOKEN: Final = 8
-"""Text has fewer characters for each token than this, but for runs of spaces and the like."""
+"""Text has fewer characters per token than this, except for runs of spaces and the like."""
 _PROBE_SLACK_TOKENS: Final = 64
-"""Cutting a text changes the tokens beside the cut; never as many as this."""
+"""Cutting a text changes the tokens next to the cut, never as many as this."""
 _NORMALIZED_FACTOR: Final = 4
-"""How much shorter Unicode normalization makes a text at most."""
+"""Factor by which Unicode normalization shortens a text at most."""
 
 
 class PromptEncoder:
-    """Encodes and decodes for one event loop; `max_model_len` is the context's length in tokens."""
+    """Encodes and decodes for one event loop. `max_model_len`: the context length in tokens."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_model_len: int) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +62,8 @@ class PromptEncoder:
         self._large_text_thread = _threads(1, "large-text")
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Tokens of each prompt. Raises ContextLengthError for one that is certain not to fit the context."""
+        """Return the tokens of each prompt. Raise ContextLengthError for one that is certain not to fit the
+        context."""
 
         def encode() -> list[list[int]]:
             for text in texts:
@@ -90,7 +90,7 @@ class PromptEncoder:
         return await self._run_on_chars(encode, len(text))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, whether or not it fits the context."""
+        """Return the tokens of a text, whether or not it fits the context."""
         _refuse_many_chars(text, param="prompt")
         return await self._run_on_chars(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
@@ -104,7 +104,7 @@ class PromptEncoder:
         add_special_tokens: bool = False,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation, whether or not it fits the context."""
+        """Return the tokens of a conversation, whether or not it fits the context."""
 
         text = await self._render(messages, add_generation_prompt, template_options)
         _refuse_many_chars(text, param="messages")
@@ -113,7 +113,7 @@ class PromptEncoder:
         )
 
     async def detokenize(self, token_ids: Sequence[int], *, vocab_size: int) -> str:
-        """Text of tokens. Refuses more than are decoded at a time, and ids that are none."""
+        """Return the text of tokens. Refuse more than MAX_DECODED_TOKENS, and ids outside the vocabulary."""
         if len(token_ids) > MAX_DECODED_TOKENS:
             raise InvalidRequestError(
                 f"{len(token_ids):,} tokens are more than the {MAX_DECODED_TOKENS:,} that are decoded at a "
@@ -122,7 +122,7 @@ class PromptEncoder:
             )
 
         def decode() -> str:
-            for start in range(0, len(token_ids), _INLINE_TOKENS):  # parts, between which other threads run
+            for start in range(0, len(token_ids), _INLINE_TOKENS):  # in parts, so that other threads can run
                 part = token_ids[start : start + _INLINE_TOKENS]
                 check_vocabulary(part, vocab_size=vocab_size, param="tokens")
             return self._tokenizer.decode(token_ids)
@@ -130,13 +130,13 @@ class PromptEncoder:
         return await self.call(decode, num_tokens=len(token_ids))
 
     async def call(self, work: Callable[[], T], *, num_tokens: int) -> T:
-        """Do other work on so many tokens, in a thread if these are many."""
+        """Run other work on this many tokens, in a thread if there are many."""
         return await self._run(
             work, in_thread=num_tokens > _INLINE_TOKENS, is_large=num_tokens > _LARGE_TOKENS
         )
 
     def close(self) -> None:
-        """Let the threads go; what they are doing is not waited for."""
+        """End the threads without waiting for their current work."""
         for threads in (self._threads, self._large_text_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -146,7 +146,7 @@ class PromptEncoder:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None,
     ) -> str:
-        """The text of a conversation, whose length only then is known."""
+        """Return the text of a conversation; its length is not known before."""
 
         def render() -> str:
             return self._tokenizer.render_chat(
@@ -178,7 +178,7 @@ class PromptEncoder:
         return await loop.run_in_executor(self._threads, work)
 
     def _refuse_overlong(self, text: str, *, param: str = "prompt") -> None:
-        """Raise ContextLengthError if a look at a part of the text, or its length, is enough to know."""
+        """Raise ContextLengthError if a first part of the text, or its length, shows that it does not fit."""
         limit = self._max_model_len
         num_probed = _PROBE_CHARS_PER_TOKEN * limit
         if len(text) <= num_probed:
@@ -201,12 +201,12 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
 
 def _step_back_behind_engines() -> None:
     """Lower the priority of this thread: where cores are few, an engine's steps come before long prompts."""
-    if sys.platform == "linux":  # elsewhere priorities are those of whole processes
+    if sys.platform == "linux":  # elsewhere priorities apply to whole processes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def refuse_many_messages(num_messages: int, num_parts: int) -> None:
-    """Refuse conversations of so many messages that rendering them alone would take long."""
+    """Refuse conversations with so many messages that rendering alone would take long."""
     if max(num_messages, num_parts) > MAX_MESSAGES:
         what = f"{num_messages:,} messages" if num_messages > MAX_MESSAGES else f"{num_parts:,} content parts"
         raise InvalidRequestError(
@@ -226,8 +226,8 @@ def _refuse_many_chars(text: str, *, param: str) -> None:
 
 
 def _is_long(messages: Sequence[Message], template_options: Mapping[str, Any] | None) -> bool:
-    """Whether rendering may take long whatever the messages' texts are: many messages, calls of tools of any
-    depth, or options that the template may print."""
+    """Return whether rendering may take long whatever the length of the texts: many messages, nested tool
+    calls, or options that the template may print."""
     return (
         len(messages) > _INLINE_MESSAGES
         or bool(template_options)

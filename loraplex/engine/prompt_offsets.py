@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt lie in its text, for answers that repeat the prompt."""
+"""Positions of a prompt's tokens in its text, for answers that repeat the prompt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from loraplex.engine.detokenizer import PieceTable
 def prompt_offsets(pieces: PieceTable, token_ids: Sequence[int], text: str) -> list[int]:
     """Return the character of `text` at which each token begins.
 
-    Special tokens take room where the text spells them out. SentencePiece puts a space before a text, which
-    is no part of it. Where a tokenizer normalizes what it encodes, offsets are those of the normalized text.
+    Special tokens take up characters only where the text contains their names. SentencePiece puts a space
+    before a text, which is not part of it. Where a tokenizer normalizes its input, offsets refer to the
+    normalized text.
     """
     offsets: list[int] = []
     position = 0
@@ -31,7 +32,7 @@ def prompt_offsets(pieces: PieceTable, token_ids: Sequence[int], text: str) -> l
 
 
 def _runs(pieces: PieceTable, token_ids: Sequence[int]) -> Iterator[tuple[Sequence[int], bool]]:
-    """Special tokens one by one, and all the tokens between two of them together."""
+    """Yield special tokens one by one, and the tokens between two of them together."""
     start = 0
     for index, token_id in enumerate(token_ids):
         if token_id in pieces.special_ids:

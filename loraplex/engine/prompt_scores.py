@@ -24,7 +24,7 @@ def wants_prompt_scores(state: SamplingState, chunk: Chunk) -> bool:
 def score_prompt(
     decoder: Decoder, state: SamplingState, chunk: Chunk, states_CH: torch.Tensor
 ) -> list[TokenLogprob]:
-    """Scores of the prompt tokens right behind those of the chunk; `states_CH` are the chunk's."""
+    """Return the scores of the prompt tokens that follow those of the chunk; `states_CH` are the chunk's."""
     num_top = state.params.prompt_logprobs
     assert num_top is not None
     targets = state.prompt_token_ids[chunk.start + 1 : chunk.end + 1]

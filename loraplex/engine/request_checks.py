@@ -1,4 +1,4 @@
-"""What can be told to be wrong with a request before an engine sees it."""
+"""Checks of a request before an engine sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from loraplex.core.errors import ContextLengthError, InvalidRequestError
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.words import plural
 
-# The automaton of a stop string is built in Python on the event loop; this keeps that under a millisecond.
+# The automaton of a stop string is built in Python on the event loop; this limit keeps it under a
+# millisecond.
 MAX_STOP_CHARS: Final = 1024
 
 
@@ -22,7 +23,8 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int) -> None:
 
 
 def check_vocabulary(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
-    """Refuse ids that are no tokens, for which the field `param` is blamed; there is at least one id."""
+    """Refuse ids outside the vocabulary, with `param` as the field at fault. `token_ids` must not be
+    empty."""
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
@@ -42,7 +44,8 @@ def check_token_ids(params: SamplingParams, *, vocab_size: int) -> None:
 
 
 def fit_max_tokens(params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """The same options with `max_tokens` set; ContextLengthError for what does not fit the context."""
+    """Return the options with `max_tokens` set. Raise ContextLengthError for what does not fit the
+    context."""
     room = max_model_len - num_prompt_tokens
     tokens = f"{num_prompt_tokens} {plural('token', num_prompt_tokens)}"
     if room < 1:

@@ -1,4 +1,4 @@
-"""The adapters an executor has in memory, and the loads that bring them there."""
+"""The adapters an executor has in memory, and their loads."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from loraplex.kernels.lora import LoraWeights
 
 
 class ResidentAdapters:
-    """`weights` by version; it changes on the engine's own thread only, in `poll` and by its owner."""
+    """Weights of loaded adapters by version. `weights` changes only on the engine's own thread, in `poll` and
+    by its owner."""
 
     def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
-        """`on_thread`: what each of the threads that load does first."""
+        """`on_thread`: called first by each loader thread."""
         self._loader = AdapterLoader(num_threads, on_thread)
         self.weights: dict[str, LoraWeights] = {}
 
     @property
     def num_pending(self) -> int:
-        """Without those that are overdue."""
+        """Number of loads in flight, without overdue ones."""
         return self._loader.num_pending
 
     @property
     def is_reading(self) -> bool:
-        """Whether any thread may still write to the memory of its read; it may after `close`."""
+        """Return whether any thread may still write to the memory of its read, even after `close`."""
         return self._loader.is_reading
 
     def load(self, sources: Sequence[AdapterSpec], load: Load) -> None:
         self._loader.submit(sources, load)
 
     def read(self, sources: Sequence[AdapterSpec], read: Read) -> None:
-        """Only to where a load begins."""
+        """Start a read only, without the load that follows it."""
         self._loader.submit_read(sources, read)
 
     def overdue(self, deadline_s: float) -> list[str]:
-        """Versions that have been loaded or read for so long without an end."""
+        """Return the versions whose load or read has taken longer than `deadline_s`."""
         return self._loader.overdue(deadline_s)
 
     def poll(self, timeout_s: float) -> list[AdapterEvent]:
-        """Reads and loads that ended; waits for the first of them no longer than `timeout_s`."""
+        """Return the reads and loads that ended; wait up to `timeout_s` for the first of them."""
         events = []
         for result in self._loader.poll(timeout_s):
             if result.weights is not None:
@@ -49,5 +50,5 @@ class ResidentAdapters:
         return events
 
     def close(self) -> None:
-        """Wait for reads under way, but not for ever."""
+        """Wait for reads in flight, for a limited time."""
         self._loader.close()

@@ -1,9 +1,8 @@
 """Chooses the next token of each sequence from its logits.
 
-Order: penalties, logit bias, suppressed ends (min_tokens), temperature, min_p, top_k, top_p, one draw.
-The draw depends on the request's seed and the token's index alone (`engine.draws`), so the same seed gives
-the same text whatever else is in the batch. Log-probabilities are those of the model itself, before any of
-the above.
+Order: penalties, logit bias, suppressed ends (min_tokens), temperature, min_p, top_k, top_p, one draw. The
+draw depends only on the request's seed and the token's index (`engine.draws`), so the same seed gives the
+same text whatever else is in the batch. Log-probabilities are the model's own, before any of these.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from loraplex.engine.draws import gumbel_noise, noise_key
 from loraplex.scheduling.plan import StepPlan
 
 _FIRST_CANDIDATES = 256
-"""How many of the likeliest tokens top_p looks at first; the nucleus is rarely wider."""
+"""Number of the likeliest tokens that top_p considers first; the nucleus is rarely wider."""
 
 
 def not_finite(plan: StepPlan, request_id: str, dtype: torch.dtype) -> str:
-    """Return why a request of a step fails whose logits are of no use, and what to do about it."""
+    """Return the error message of a request whose logits are not finite, with advice."""
     adapter = next(chunk.adapter for chunk in plan.chunks if chunk.request_id == request_id)
     name = str(dtype).removeprefix("torch.")
     culprit = "the base model's weights overflow" if adapter is None else "the adapter's weights overflow"
@@ -39,7 +38,7 @@ def not_finite(plan: StepPlan, request_id: str, dtype: torch.dtype) -> str:
 
 
 class SamplingState:
-    """What the sampler remembers of a request: its parameters, its seed, the tokens so far."""
+    """The sampling state of a request: its parameters, its seed, the tokens so far."""
 
     def __init__(self, request: EngineRequest) -> None:
         self.params = request.params
@@ -56,7 +55,7 @@ class SamplingState:
 
     @property
     def plain_greedy(self) -> bool:
-        """Tell whether the likeliest token is always the answer."""
+        """Return whether the likeliest token is always chosen."""
         params = self.params
         return (
             params.greedy
@@ -81,7 +80,7 @@ class Sample:
 
 
 def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample]:
-    """One token for each row. States are not changed; the caller accepts the tokens."""
+    """Sample one token for each row. States are not changed; the caller accepts the tokens."""
     logits_LV = logits_LV.float()
     finite = torch.isfinite(logits_LV.sum(dim=-1)).tolist()
     greedy = logits_LV.argmax(dim=-1).tolist()
@@ -99,8 +98,8 @@ def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sam
 
 
 def token_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """One token's log-probability for each row, and the `num_top` likeliest beside it."""
-    # All rows at once: on a GPU, every number that is fetched by itself costs a wait.
+    """Return one token's log-probability for each row, with the `num_top` likeliest tokens."""
+    # All rows at once: on a GPU, each value that is fetched by itself costs a synchronisation.
     logprobs_LV = torch.log_softmax(logits_LV.float(), dim=-1)
     ids_L = torch.tensor(token_ids, device=logits_LV.device)
     values = logprobs_LV.gather(1, ids_L[:, None])[:, 0].tolist()
@@ -129,7 +128,7 @@ def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:
 
 
 def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Penalties, bias, and no stop token before min_tokens."""
+    """Apply penalties and bias, and suppress stop tokens before min_tokens."""
     params = state.params
     logits_V = logits_V.clone()
     if params.repetition_penalty != 1.0:
@@ -144,13 +143,13 @@ def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
     for token_id, bias in params.logit_bias:
         logits_V[token_id] += bias
     if state.num_output < params.min_tokens:
-        # A tokenizer may name an end token that this vocabulary does not reach.
+        # A tokenizer may name an end token beyond this vocabulary.
         logits_V[[token_id for token_id in state.stop_ids if token_id < logits_V.shape[0]]] = -torch.inf
     return logits_V
 
 
 def _candidates(scaled_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits and ids of what top_k and then top_p leave."""
+    """Return the logits and ids of the tokens that top_k and then top_p leave."""
     vocab_size = scaled_V.shape[0]
     if params.top_k > 0:
         values_C, ids_C = scaled_V.topk(min(params.top_k, vocab_size))

@@ -1,8 +1,8 @@
-"""Reads an adapter's weights from its file to where they belong in its slab.
+"""Reads an adapter's weights from its file into a slab.
 
-Matrices that the slab holds as the file does are read straight into it; others pass through a piece of memory
-small enough for a core's cache. Read, not mapped: a mapped file that is cut short meanwhile would kill the
-process. A thread reads many matrices in one compiled call, those that are not converted.
+Matrices that have the same layout in slab and file are read straight into the slab; others pass through a
+buffer small enough for a core's cache. Files are read, not mapped: truncating a mapped file would kill the
+process. A thread reads many matrices that need no conversion in one compiled call.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _CHANGED: Final = (
 _MAX_HELPERS: Final = 12
 _PIECE_BYTES: Final = 256 << 10
 _PART_BYTES: Final = 2 << 20
-"""What one helper reads before it looks for more."""
+"""Bytes that a helper thread reads as one task."""
 _MAX_IDLE: Final = 2
-"""Sets of helpers that are kept between reads: as many as there are reads at a time."""
+"""Sets of helper threads kept between reads: as many as there are reads at a time."""
 
 
 class _Matrix(NamedTuple):
-    """Where it is in the file and goes to in the slab, and the file's type."""
+    """A matrix: its place in the file and in the slab, and the file's dtype."""
 
     place: FileMatrix
     dtype: torch.dtype
 
     def read(self, fd: int, slab: torch.Tensor) -> None:
-        """A few rows at a time, whatever the slab's type."""
+        """Read a few rows at a time, converting them to the slab's dtype."""
         place, columns = self.place, slice(self.place.first_column, self.place.end_column)
         width, start = columns.stop - columns.start, (place.target - slab.data_ptr()) // slab.itemsize
         placed = slab[start : start + place.num_rows * width]
@@ -69,11 +69,11 @@ def read_slab(
     shard: Shard = WHOLE,
     helpers: Executor | None = None,
 ) -> None:
-    """Read a version's weights, or a shard of them, into a slab. `layout` is the shard's; `helpers`: threads
+    """Read a version's weights, or a shard of them, into a slab. `layout` is the shard's. `helpers`: threads
     that read parts of it at the same time.
 
-    The files must be those of this version: where they do not look it, they are hashed again. They must stay
-    as they are until the end.
+    The files must be those of this version: if their fingerprint differs, they are hashed again. They must
+    not change until the end.
     """
     with open_regular(spec.weights_path) as file:
         fingerprint = _checked_fingerprint(spec, file, shard.whole(layout.shape))
@@ -89,7 +89,7 @@ def read_slab(
                 else:
                     reads.append(helpers.submit(_read_part, file.fileno(), part, slab))
         finally:
-            # All of them: none may go on reading a file that is closed, or into memory given away.
+            # Wait for all: none may go on reading a closed file, or into memory that is reused.
             wait(reads)
         for read in reads:
             read.result()
@@ -98,17 +98,17 @@ def read_slab(
 
 
 class SlabReaders:
-    """`read_slab` with the help of a few threads: one core alone copies no faster than a good disk reads.
+    """Calls `read_slab` with a few helper threads: a single core copies no faster than a good disk reads.
 
-    Every read has helpers of its own until it ends: those of a read that hangs are missed by no other.
+    Every read has helpers of its own until it ends, so that a read that hangs does not block others.
     """
 
     def __init__(self, shard: Shard = WHOLE) -> None:
         self._shard = shard
         self._num_helpers = min(os.cpu_count() or 1, _MAX_HELPERS)
         first = HelperThreads(self._num_helpers)
-        first.submit(compile_reader)  # before the first read, which would wait for it
-        self._lock = threading.Lock()  # for what is below
+        first.submit(compile_reader)  # so that the first read does not wait for it
+        self._lock = threading.Lock()  # guards the fields below
         self._idle = [first]
         self._is_closed = False
 
@@ -121,7 +121,7 @@ class SlabReaders:
             self._take_back(helpers)
 
     def close(self) -> None:
-        """Let the threads go, those of a read under way when it ends."""
+        """End the threads; those of a read in flight end with it."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -140,7 +140,7 @@ class SlabReaders:
 def _matrices(
     layout: SlabLayout, header: WeightsHeader, shard: Shard, slab: torch.Tensor
 ) -> Iterator[_Matrix]:
-    """In the order in which they lie in the slab, layer by layer."""
+    """Yield the matrices in the order of the slab, layer by layer."""
     address, element_bytes = slab.data_ptr(), slab.itemsize
     for slot in (slot for groups in layout.layers for slots in groups.values() for slot in slots):
         rank, by_input = slot.lora.rank, slot.lora.module in CUT_BY_INPUT
@@ -169,7 +169,8 @@ def _matrices(
 
 
 def _tensor(header: WeightsHeader, name: str, shape: list[int]) -> TensorInfo:
-    """What the slab has room for, or none: a header that is just being written may say anything."""
+    """Return the tensor if it has the expected shape, or raise: a file that is being written may contain
+    anything."""
     found = header.tensors.get(name)
     is_known = found is not None and found.shape == shape and str(found.dtype) in _SOURCE_DTYPES
     if found is None or not is_known or type(found.begin) is not int or found.begin < 0:
@@ -178,7 +179,7 @@ def _tensor(header: WeightsHeader, name: str, shape: list[int]) -> TensorInfo:
 
 
 def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
-    """Cut into runs of about the same size."""
+    """Split matrices into runs of about the same size."""
     part: list[_Matrix] = []
     num_bytes = 0
     for matrix in matrices:
@@ -196,7 +197,7 @@ def _read_part(fd: int, part: Sequence[_Matrix], slab: torch.Tensor) -> None:
     places = [matrix.place for matrix in plain]
     num_read = read_matrices(fd, places, _scratch(max((place.row_bytes for place in places), default=0)))
     if num_read < len(plain):
-        plain[num_read].read(fd, slab)  # says why
+        plain[num_read].read(fd, slab)  # raises the error
         _read_part(fd, plain[num_read + 1 :], slab)
     for matrix in part:
         if matrix.dtype != slab.dtype:
@@ -204,7 +205,7 @@ def _read_part(fd: int, part: Sequence[_Matrix], slab: torch.Tensor) -> None:
 
 
 def _scratch(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """This thread's: memory that is new has to be got from the system first."""
+    """Return this thread's buffer, kept because newly allocated memory costs page faults."""
     found: npt.NDArray[np.uint8] | None = getattr(_own, "scratch", None)
     if found is None or found.nbytes < num_bytes:
         found = _own.scratch = np.empty(max(num_bytes, _PIECE_BYTES), dtype=np.uint8)
@@ -215,8 +216,8 @@ _own = threading.local()
 
 
 def _checked_fingerprint(spec: AdapterSpec, file: FileIO, shape: ModelShape) -> str:
-    """What the files look like, which hold what was registered. They may be others than then: touched, or put
-    back after they were gone. `shape` is the whole model's."""
+    """Return the fingerprint of the files, which must hold the registered version. They may have been
+    touched, or restored, since then. `shape` is the whole model's."""
     fingerprint = _fingerprint(spec, file)
     if fingerprint == spec.fingerprint:
         return fingerprint
@@ -224,14 +225,14 @@ def _checked_fingerprint(spec: AdapterSpec, file: FileIO, shape: ModelShape) -> 
         found = read_adapter(spec.path, shape)
     except AdapterError as error:
         raise AdapterFormatError(_CHANGED) from error
-    # What was hashed must be what is open here, too.
+    # The hashed file must be the one opened here.
     if found.version != spec.version or found.fingerprint != fingerprint:
         raise AdapterFormatError(_CHANGED)
     return fingerprint
 
 
 def _fingerprint(spec: AdapterSpec, file: FileIO) -> str:
-    """`file`: its weights."""
+    """Return the fingerprint of the open weights file and the configuration."""
     return join_fingerprints(weights=os.fstat(file.fileno()), config=os.stat(spec.path / CONFIG_FILE))
 
 

@@ -1,7 +1,7 @@
-"""Staging an adapter version: a request of one token brings it all the way that other requests will go.
+"""Staging an adapter version: a request of one token exercises the whole path of other requests.
 
-The engine reads the weights, which finds files that are gone, cut short or other than those that were hashed,
-puts them where it computes, and runs a step with them, which finds weights that overflow.
+The engine reads the weights, which detects files that are missing, truncated or changed since they were
+hashed, loads them, and runs a step with them, which detects weights that overflow.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 async def answer_once(engine: AsyncEngine, version: str) -> None:
-    """Have an engine make one token with a version that it knows. Raises as AsyncEngine.stage_adapter."""
+    """Generate one token with a version that the engine knows. Raises as AsyncEngine.stage_adapter does."""
     request = EngineRequest(
         request_id=f"stage-{uuid.uuid4().hex}",
-        prompt_token_ids=[0],  # any: every vocabulary has it
+        prompt_token_ids=[0],  # in every vocabulary
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         adapter=version,
     )

@@ -1,4 +1,4 @@
-"""Begins the engine of a process of its own: what takes long runs beside the import of torch."""
+"""Starts an engine in a process of its own: slow initialisation runs beside the import of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def build_core(
     options: EngineOptions, progress: Progress | None = None, peers: Peers | None = None
 ) -> Engine:
-    """`loraplex.engine.build.build_core`, sooner."""
+    """Call `loraplex.engine.build.build_core`, with initialisation started beside its imports."""
     if options.device != "cpu":
         begin_beside_imports()
     from loraplex.engine.build import build_core as build
@@ -27,14 +27,14 @@ def build_core(
 
 
 def begin_beside_imports() -> None:
-    """Begin in threads what an engine on a GPU needs and torch does not. Each needs the interpreter for
-    moments only, between long calls."""
+    """Start threads for what an engine on a GPU needs and torch does not. They hold the GIL only briefly,
+    between long calls."""
     threading.Thread(target=create_context, name="cuda-context", daemon=True).start()
     threading.Thread(target=_hash_triton, name="triton-hash", daemon=True).start()
 
 
 def create_context() -> None:
-    """Create the context that torch will find on the first device. Where that fails, torch says why."""
+    """Create the context that torch will use on the first device. If it fails, torch reports why."""
     cuda = _driver()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if cuda is not None and cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
@@ -42,7 +42,7 @@ def create_context() -> None:
 
 
 def _hash_triton() -> None:
-    """Hash Triton where it may be used: without a driver the engine runs on a CPU."""
+    """Hash Triton if it may be used: without a driver the engine runs on a CPU."""
     if _driver() is not None:
         hash_triton()
 

@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ class StopScan:
 class StopStrings:
     """The stop strings of a request, prepared once for all texts that they may end.
 
-    One Knuth-Morris-Pratt automaton for each, so that a character costs constant time however long they are.
+    Each has a Knuth-Morris-Pratt automaton, so that a character costs constant time however long the strings
+    are.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
-        # Longest first: of several completed by the same character the first one found is taken.
+        # Longest first: if one character completes several, the first one found wins.
         self.stops = sorted(stops, key=len, reverse=True)
         self.failures = [_failure_table(stop) for stop in self.stops]
         self.include_stop = include_stop
 
 
 class StopMatcher:
-    """Withholds text only as far as it could be the beginning of a stop string.
+    """Withholds only text that could be the beginning of a stop string.
 
     The stop string that is completed first wins, the longest of several completed by one character:
     the result does not depend on how the text was cut into pieces.
@@ -55,13 +56,14 @@ class StopMatcher:
         return StopScan(text=buffer[:split])
 
     def flush(self) -> str:
-        """The withheld text: no more will come, so it was no stop string."""
+        """Return the withheld text: no more text follows, so it was no stop string."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, index: int, char: str) -> int:
-        """Feed one character to one automaton; returns how much of its stop string now matches."""
+        """Feed one character to one automaton, and return how many characters of its stop string now
+        match."""
         stop, failure, state = self._stops[index], self._failures[index], self._matched[index]
         while state and stop[state] != char:
             state = failure[state - 1]

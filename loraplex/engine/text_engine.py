@@ -25,13 +25,14 @@ from loraplex.engine.stop_strings import StopMatcher, StopStrings
 from loraplex.engine.tokenizer import Tokenizer
 
 _STARTED_AT_ONCE: Final = 16
-"""Choices of one call that are sent to the engine before other work of the event loop has its turn."""
+"""Choices of one call to send to the engine before yielding to the event loop."""
 _MAX_OPTIONS: Final = 2**17
-"""Biases and stop tokens of all choices of a call: each choice is sent to the engine with its own."""
+"""Most biases and stop tokens of all choices of a call: each choice is sent to the engine with its own
+copy."""
 
 
 class TopToken(NamedTuple):
-    """One of the likeliest tokens at a place."""
+    """One of the likeliest tokens at a position."""
 
     token_id: int
     piece: bytes
@@ -40,11 +41,11 @@ class TopToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobText:
-    """A token with its bytes and log-probability, and the likeliest tokens at its place (best first).
+    """A token with its bytes and log-probability, and the likeliest tokens at its position (best first).
 
-    `logprob` is None for the first prompt token only. A special token has its name as `piece`, but is no
-    part of the text. `offset` is the character of the choice's text at which the token begins; None for
-    tokens of the prompt. Where a stop string cut the text, it is at most the text's length.
+    `logprob` is None only for the first prompt token. A special token has its name as `piece`, but is not
+    part of the text. `offset`: the character of the choice's text at which the token begins; None for prompt
+    tokens. Where a stop string cut the text, it is at most the text's length.
     """
 
     token_id: int
@@ -57,12 +58,12 @@ class LogprobText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextDelta:
-    """What was added to one choice. The last delta of a choice has a `finish_reason`.
+    """Text and tokens added to one choice. The last delta of a choice has a `finish_reason`.
 
-    `choice` counts through prompts × n: prompt `choice // n`. `num_sampled` is the number of tokens the model
-    generated for it: those in `token_ids`, and the stop token that is not part of the answer, `end_token_id`.
-    `logprobs` may come later than their tokens, with the text they belong to. `stop` is the stop string or
-    token that ended the choice. `prompt_logprobs` comes once, with the first delta, when it was asked for.
+    `choice` counts through prompts × n: prompt `choice // n`. `num_sampled`: number of tokens the model
+    generated: those in `token_ids`, and the stop token that is not part of the answer, `end_token_id`.
+    `logprobs` may come later than their tokens, with the text they belong to. `stop`: the stop string or
+    token that ended the choice. `prompt_logprobs`: sent once, with the first delta, if requested.
     """
 
     choice: int
@@ -79,18 +80,18 @@ class TextDelta:
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
-        """All tokens that the model generated for it, a stop token at the end included."""
+        """All tokens that the model generated, including a stop token at the end."""
         return self.token_ids if self.end_token_id is None else (*self.token_ids, self.end_token_id)
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether nothing was generated yet: the engine has queued the choice, and that is all."""
+        """Return whether nothing was generated yet: the engine has only queued the choice."""
         return not self.token_ids and self.finish_reason is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedPrompts:
-    """What `TextEngine.check` has found nothing wrong with. `fitted`: the options for each prompt, with
+    """Prompts and options that passed `TextEngine.check`. `fitted`: the options for each prompt, with
     `max_tokens` set."""
 
     prompts: Sequence[Sequence[int]]
@@ -103,7 +104,7 @@ class CheckedPrompts:
 
 
 class TextEngine:
-    """Validates requests, runs them on an AsyncEngine and gives back text."""
+    """Validates requests, runs them on an AsyncEngine and returns text."""
 
     def __init__(
         self, *, engine: AsyncEngine, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
@@ -115,18 +116,18 @@ class TextEngine:
         self.vocab_size = vocab_size
 
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CheckedPrompts:
-        """Raise InvalidRequestError for anything that can be told to be wrong before running."""
+        """Raise InvalidRequestError for anything that is known to be wrong before running."""
         check_token_ids(params, vocab_size=self.vocab_size)
         _check_options(params, num_choices=len(prompts) * params.n)
-        # Lengths first: going through the ids of a prompt that is far too long would take long.
+        # Lengths first: checking the ids of a prompt that is far too long takes long.
         fitted = [self.check_length(len(prompt), params) for prompt in prompts]
         for prompt in prompts:
             check_prompt(prompt, vocab_size=self.vocab_size)
         return CheckedPrompts(prompts=prompts, params=params, fitted=fitted)
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> SamplingParams:
-        """Return the options with `max_tokens` set. Raise ContextLengthError if the context has no room for
-        so long a prompt and its answer."""
+        """Return the options with `max_tokens` set. Raise ContextLengthError if a prompt of this length and
+        its answer do not fit the context."""
         return fit_max_tokens(params, num_prompt_tokens=num_prompt_tokens, max_model_len=self.max_model_len)
 
     def stream(
@@ -137,12 +138,11 @@ class TextEngine:
         request_id: str,
         output_token_ids: tuple[int, ...] = (),
     ) -> AsyncGenerator[list[TextDelta], None]:
-        """Batches of deltas, each holding all that came since the last one was taken.
+        """Yield batches of deltas, each with everything since the last one was taken.
 
-        Ends after the last choice has finished. Closing it cancels what still runs. A failure of one choice
-        fails them all.
-        `adapter` is a version, None for the base model. `output_token_ids`: the beginning of each answer,
-        made elsewhere; stop strings are not looked for across its end.
+        Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
+        one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
+        beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
@@ -154,7 +154,7 @@ class TextEngine:
     def _expand(
         self, checked: CheckedPrompts, adapter: str | None, request_id: str, output_token_ids: tuple[int, ...]
     ) -> Iterator[EngineRequest]:
-        """Yield the requests of all choices. Stop strings are not for an engine, which has no text."""
+        """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
         for prompt_index, (prompt, fitted) in enumerate(zip(checked.prompts, checked.fitted, strict=True)):
             token_ids, alone = list(prompt), replace(fitted, n=1, stop=())
@@ -171,7 +171,7 @@ class TextEngine:
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
-        # No task and no generator but the engine's: this is the path every token of a plain stream takes, and
+        # No task and no generator but the engine's: every token of a plain stream takes this path, and
         # the engine already merges the outputs of one request while its reader is slow.
         async with aclosing(self._outputs(choice)) as outputs:
             async for output in outputs:
@@ -210,7 +210,7 @@ class TextEngine:
         finally:
             for task in tasks:
                 task.cancel()
-            # Waited for, so that the engine has been told to cancel when the caller goes on.
+            # Wait, so that the engine has received the cancellations before the caller continues.
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _outputs(self, choice: _Choice) -> AsyncGenerator[EngineOutput, None]:
@@ -234,20 +234,20 @@ class _Choice:
         self._num_shown_chars = 0
         self._unshown: list[TokenLogprob] = []
         self._offsets: list[int] = []
-        """Offsets of the first of the entries in `_unshown`."""
+        """Offsets of the first entries in `_unshown`."""
         self._matcher = None if stops is None else StopMatcher(stops)
-        # Stop strings are not looked for among the first min_tokens tokens.
+        # Stop strings are not searched for among the first min_tokens tokens.
         self._unchecked_tokens = max(params.min_tokens - len(request.output_token_ids), 0)
 
     def advance(self, output: EngineOutput) -> TextDelta:
-        """Return what an output adds. Raises if it says that the request failed."""
+        """Return the delta of an output. Raise if the request failed."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             raise _failure(output)
         text, stop_string, num_tokens = self._text_of(output.token_ids)
-        # A stop token behind a stop string was sampled after the end.
+        # A stop token after a stop string was sampled past the end.
         end_token_id = output.stop_token_id if stop_string is None else None
         finish_reason = output.finish_reason
-        # The end-of-sequence token is no news: only what the caller asked to stop at is reported.
+        # An end-of-sequence token is not reported as `stop`, only stop tokens that the caller named.
         stop: str | int | None = output.stop_token_id
         if stop not in self.request.params.stop_token_ids:
             stop = None
@@ -277,9 +277,10 @@ class _Choice:
         )
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None, int]:
-        """Text that may be shown after these tokens, the stop string found in it, and the tokens up to it.
+        """Return the text that may be shown after these tokens, the stop string found in it, and the number
+        of tokens up to it.
 
-        Token by token: how many steps a slow reader found merged must not decide which tokens count.
+        Works token by token: the result must not depend on how many outputs were merged for a slow reader.
         """
         if self._matcher is None:
             return self._detokenizer.push(token_ids), None, len(token_ids)
@@ -302,9 +303,9 @@ class _Choice:
     def _logprobs(
         self, entries: tuple[TokenLogprob, ...], text: str, *, ended: bool
     ) -> tuple[LogprobText, ...]:
-        """Entries whose place in the text that was shown is certain; the others wait for their text."""
+        """Return the entries whose position in the shown text is certain; the others wait for their text."""
         if ended:
-            self._detokenizer.flush()  # after a stop string there may be half a character
+            self._detokenizer.flush()  # after a stop string there may be an incomplete character
         self._num_shown_chars += len(text)
         self._unshown += entries
         self._offsets += self._detokenizer.take_offsets()
@@ -342,9 +343,9 @@ class _Choice:
 
 
 class _Mailbox:
-    """Deltas of many choices on their way to one reader, who takes all there are at once.
+    """Deltas of many choices for one reader, who takes all of them at once.
 
-    What waits is bounded by the tokens of the request: no more comes in than max_tokens × choices.
+    Its size is bounded by max_tokens × choices.
     """
 
     def __init__(self) -> None:
@@ -381,7 +382,7 @@ def _ended_early() -> LoraplexError:
 
 
 def _check_options(params: SamplingParams, *, num_choices: int) -> None:
-    """Refuse a call whose choices have more options together than an engine takes in at once."""
+    """Refuse a call whose choices together have more options than an engine accepts at once."""
     num_options = len(params.logit_bias) + len(params.stop_token_ids)
     if num_options * num_choices > _MAX_OPTIONS:
         raise InvalidRequestError(
@@ -392,7 +393,7 @@ def _check_options(params: SamplingParams, *, num_choices: int) -> None:
 
 
 def _sibling_seed(seed: int | None, sibling: int) -> int | None:
-    """Return the seed of one of n choices. The first uses the seed itself: n changes nothing about it.
+    """Return the seed of one of n choices. The first uses the seed itself, so that it does not depend on n.
 
     The others are hashed: with seed + 1, seed + 2, ... requests with adjacent seeds would share choices.
     """

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chat messages to a prompt, for one base model."""
+"""Converts text to tokens and back, and chat messages to a prompt, for one base model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Message = Mapping[str, Any]
 
 
 class Tokenizer:
-    """A fast Hugging Face tokenizer with the few operations serving needs. Safe to use from threads."""
+    """A fast Hugging Face tokenizer with the operations that serving needs. Thread-safe."""
 
     def __init__(self, hf_tokenizer: Any, *, eos_token_ids: tuple[int, ...] = ()) -> None:
         if not getattr(hf_tokenizer, "is_fast", False):
             raise ModelError("the model has no fast tokenizer (tokenizer.json); convert it with transformers")
         self._hf = hf_tokenizer
-        # The wrapper changes truncation and padding on every call, which is not safe between threads;
-        # the tokenizer beneath is, once they are off.
+        # The wrapper changes truncation and padding on every call, which is not thread-safe;
+        # the tokenizer beneath it is, once they are off.
         self._backend = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -37,7 +37,7 @@ class Tokenizer:
     @classmethod
     def load(cls, model_path: str | Path) -> Self:
         """Load from a model folder or a hub id, with the end tokens of the model's configuration."""
-        # Imported here: it takes seconds, and `loraplex --help` must not.
+        # Imported here: it takes seconds, and `loraplex --help` must not wait for it.
         from transformers import AutoTokenizer
 
         adopt_library_loggers()
@@ -60,12 +60,12 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """Bytes of the longest token, where every byte of a text becomes part of a token; else None."""
+        """Bytes of the longest token, if every byte of a text becomes part of a token; otherwise None."""
         return self.pieces.longest_piece_bytes()
 
     @property
     def template_knows_tools(self) -> bool:
-        """Whether the chat template does anything with tools; one that does not would drop their calls."""
+        """Return whether the chat template handles tools; one that does not would drop their calls."""
         template = self._hf.chat_template
         sources = template.values() if isinstance(template, dict) else [template]
         return any("tool" in str(source) for source in sources)
@@ -74,21 +74,23 @@ class Tokenizer:
         return self.encode_many([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Tokens of each text, computed without the GIL, which the library's own `encode` would hold."""
+        """Return the tokens of each text, computed without the GIL, which the library's own `encode` would
+        hold."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
-            # The only way a str is refused: it cannot be written as UTF-8.
+            # A str is refused only if it cannot be written as UTF-8.
             raise InvalidRequestError("the text holds lone surrogates, which are not characters") from error
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of tokens, computed without the GIL, which the library's own `decode` would hold."""
+        """Return the text of tokens, computed without the GIL, which the library's own `decode` would
+        hold."""
         texts = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(texts[0])
 
     def detokenizer(self, context: Sequence[int] = (), *, with_offsets: bool = False) -> Detokenizer:
-        """An incremental decoder for tokens that continue `context`."""
+        """Return an incremental decoder for tokens that continue `context`."""
         return self.pieces.detokenizer(context, with_offsets=with_offsets)
 
     def render_chat(
@@ -98,7 +100,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text for a conversation, by the model's own template."""
+        """Return the prompt text of a conversation, rendered with the model's own template."""
         if not self.has_chat_template:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or put a chat_template into its "
@@ -126,7 +128,7 @@ class Tokenizer:
                 )
             )
         except Exception as error:
-            # A template is a program of the model's author that runs on the caller's messages: whatever
+            # A template is a program by the model's author that runs on the caller's messages: whatever
             # it raises (roles must alternate, a missing key, a type) is about those messages.
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", param="messages"

@@ -1,4 +1,4 @@
-"""The real executor: torch and the kernels of one device."""
+"""The executor of a CPU: torch and compiled kernels."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ class TorchExecutor:
         reads: AdapterReads | None = None,
         threads: StepThreads | None = None,
     ) -> None:
-        """`read`: how adapters come into memory, if not by `reads`, and `reads`: how their slabs are filled,
-        if not from their folders alone. `threads`: how many each step runs on; torch's number of them if
-        None.
+        """`read`: loads adapters, instead of `reads`. `reads`: fills slabs; by default, from adapter folders
+        alone. `threads`: chooses the number of threads of each step; torch's default if None.
 
-        `runs_ahead`: let steps be launched before the last one's tokens are told. There is nothing to gain
-        by it on a CPU; it lets tests drive the engine as a GPU does.
+        `runs_ahead`: let steps be launched before the last one's tokens are reported. It gains nothing on a
+        CPU, but lets tests drive the engine as a GPU does.
         """
         self._decoder = decoder
         self._caches = caches
@@ -98,7 +97,7 @@ class TorchExecutor:
         return self._adapters.overdue(deadline_s)
 
     def expect(self, spec: AdapterSpec) -> None:
-        """Nothing is compiled or captured for a kind of adapter here."""
+        """Do nothing: nothing is compiled or captured for a kind of adapter here."""
 
     @property
     def num_required(self) -> int:
@@ -141,10 +140,12 @@ class TorchExecutor:
         return LandedFlight(result=result, runs_ahead=self._runs_ahead)
 
     def _known(self, chunk: Chunk) -> Chunk:
-        """With its token, where that was sampled by the step before and not told yet."""
+        """Return the chunk with its token filled in, where the step before sampled it and did not report it
+        yet."""
         if not chunk.follows:
             return chunk
-        # A request whose last logits were not finite fails when that is told; its row must not fail others.
+        # A request whose last logits were not finite fails when that is reported; its row must not fail
+        # others.
         last_token = self._states[chunk.request_id].last_token
         return chunk._replace(token_ids=[last_token or 0])
 

@@ -1,1 +1,1 @@
-"""Operations on one step: compiled kernels for each device, and plain torch for all of them."""
+"""Operations on one step: compiled kernels for each device, and plain torch for all devices."""

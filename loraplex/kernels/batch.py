@@ -1,8 +1,7 @@
-"""One step's batch as the kernels see it. T tokens of S sequences, laid end to end.
+"""One step's batch as the kernels see it: T tokens of S sequences, concatenated.
 
-Sequences that use the same adapter stand next to each other, so that the tokens of an adapter are one segment
-and its weights are read once. Where the kernels want decoding rows first, that holds among those and among
-the others.
+Sequences with the same adapter are adjacent, so that the tokens of an adapter are one segment and its weights
+are read once. If the kernels need decoding rows first, this holds separately for those and for the others.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import torch
 class KernelBatch:
     """Tensors of one step, all of int64.
 
-    token_ids_T, positions_T: what each row is and where it stands in its sequence.
+    token_ids_T, positions_T: each row's token, and its position in its sequence.
     slots_T: the KV slot (block * block_size + offset) each row is written to.
-    decode_rows_D: rows of sequences that bring exactly one token, in any order (the engine's is longest
-    context first, which is fastest); decode_context_D their context lengths (this token included);
-    decode_blocks_DB their block tables, padded with zeros.
-    span_*: the other sequences, S of them: first row, number of rows, context length (these rows
-    included), block table. max_span_len: the longest of them, 0 if there is none.
-    lora: what the kernels made of the step's runs of rows that share an adapter
-    (`Kernels.prepare_lora`), of no meaning to anyone else; gate: where they wait for weights that are on
-    their way, if they may have to. logit_rows_L: the rows whose logits are wanted.
+    decode_rows_D: rows of sequences with exactly one token, in any order (the engine's is longest context
+    first, which is fastest); decode_context_D their context lengths (this token included); decode_blocks_DB
+    their block tables, padded with zeros.
+    span_*: the other sequences, S of them: first row, number of rows, context length (these rows included),
+    block table. max_span_len: the longest of them, 0 if there is none.
+    lora: what `Kernels.prepare_lora` made of the step's segments, opaque to all but the kernels. gate: where
+    the kernels wait for weights that are still being copied, if they may have to. logit_rows_L: the rows
+    whose logits are needed.
     """
 
     token_ids_T: torch.Tensor

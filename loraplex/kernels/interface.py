@@ -1,7 +1,7 @@
-"""What a model needs of a device: the operations between and including its matrix products.
+"""The operations that a model needs of a device: its matrix products and everything between them.
 
-`kernels.reference.TorchKernels` does all of it in plain torch on any device and type, and is what every
-other implementation is tested against.
+`kernels.reference.TorchKernels` implements all of them in plain torch for any device and dtype; every other
+implementation is tested against it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from loraplex.kernels.lora import LoraSegment
 
 
 class PackedLinear(Protocol):
-    """A weight in whatever form the device multiplies it best."""
+    """A weight in the layout that the device multiplies best."""
 
     out_features: int
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """x W^T + bias, a new contiguous tensor."""
+        """Return x W^T + bias, a new contiguous tensor."""
         ...
 
 
 class Kernels(Protocol):
     """Operations on one step's activations. Arguments named `*_out` and residuals change in place.
 
-    `decodes_first`: sequences that bring one token stand before the others in a batch. An adapter with both
-    is two segments then, which pays where different kernels take them anyway.
+    `decodes_first`: sequences with one token must come before the others in a batch. An adapter with both is
+    then two segments, which pays off where different kernels compute them anyway.
     """
 
     decodes_first: bool
@@ -41,7 +41,7 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """residual += x, in place; returns the norm of the sum."""
+        """Add x to residual in place; return the norm of the sum."""
         ...
 
     def rope_and_cache(
@@ -62,19 +62,20 @@ class Kernels(Protocol):
     def attention(
         self, qkv_TO: torch.Tensor, batch: KernelBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention of every row over its sequence's cache; (T, num_heads * head_dim)."""
+        """Return the causal attention of every row over its sequence's cache; (T, num_heads * head_dim)."""
         ...
 
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of a stacked (gate, up)."""
+        """Return silu(gate) * up of a stacked (gate, up)."""
         ...
 
     def linear(
         self, linear: PackedLinear, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
     ) -> torch.Tensor:
-        """One group of linears: the base model's product plus every row's LoRA product."""
+        """Return a group of linears' output: the base model's product plus every row's LoRA product."""
         ...
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
-        """What `linear` needs to know of a step, made once for all its layers (`KernelBatch.lora`)."""
+        """Return what `linear` needs to know of a step's segments, made once for all layers
+        (`KernelBatch.lora`)."""
         ...

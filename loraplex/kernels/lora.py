@@ -1,8 +1,8 @@
 """An adapter's weights as the kernels use them, and the LoRA product in plain torch.
 
 A linear with an adapter computes y = W x + scale * B (A x). The A's of linears that share an input are
-stacked, so one product shrinks x for all of them; each B is kept transposed, (rank, out), because the
-kernels walk it rank by rank and write whole output rows.
+stacked, so one product shrinks x for all of them; each B is stored transposed, (rank, out), because the
+kernels iterate over it rank by rank and write whole output rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from loraplex.core.modules import MODULE_INDEX, MODULES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraPart:
-    """One module's share of a group: rows [rank_start, rank_end) of the shrink feed its outputs."""
+    """One module's share of a group: columns [rank_start, rank_end) of the shrunk input produce its
+    outputs."""
 
     module: str
     b_t_RO: torch.Tensor
@@ -43,10 +44,10 @@ class LoraWeights:
     """A resident adapter. `groups[layer]` maps group name -> LoraGroup; untouched groups are absent.
 
     `table_LM` is the same for compiled kernels: one int64 row for each layer and module (in the order of
-    `core.modules.MODULES`) with the columns below; rank 0 means that the adapter leaves the module alone.
-    Weights on a GPU are found through the table alone, whose addresses count from itself: `groups` is empty
-    then. `touched`: the groups that the adapter has in any layer. `copies`: of an adapter that is padded to
-    its batch, padded rank -> bytes from this table to that of the copy with this rank.
+    `core.modules.MODULES`) with the columns below; rank 0 means that the adapter does not touch the module.
+    Weights on a GPU are found only through the table, whose addresses are relative to itself: `groups` is
+    empty then. `touched`: the groups that the adapter has in any layer. `copies`: for an adapter that is
+    padded to its batch's rank, padded rank -> bytes from this table to the table of the copy with this rank.
     """
 
     groups: tuple[dict[str, LoraGroup], ...]
@@ -56,12 +57,12 @@ class LoraWeights:
     copies: Mapping[int, int] = field(default_factory=dict)
 
     def table_address(self, batch_rank: int) -> int:
-        """For a batch whose largest rank this is."""
+        """Return the table's address for a batch with this largest rank."""
         return self.table_LM.data_ptr() + self.copies.get(padded_rank(batch_rank), 0)
 
 
 def padded_rank(rank: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (rank - 1).bit_length()
 
 
@@ -91,7 +92,7 @@ def add_lora_segment(y_TO: torch.Tensor, x_TI: torch.Tensor, segment: LoraSegmen
 
 
 def host_weights(groups: tuple[dict[str, LoraGroup], ...], max_rank: int) -> LoraWeights:
-    """Weights whose tensors the host can read."""
+    """Return weights whose tensors the host can read."""
     return LoraWeights(
         groups=groups,
         table_LM=build_table(groups),
@@ -101,7 +102,7 @@ def host_weights(groups: tuple[dict[str, LoraGroup], ...], max_rank: int) -> Lor
 
 
 def build_table(groups: Sequence[dict[str, LoraGroup]]) -> torch.Tensor:
-    """The kernels' table of an adapter; it holds addresses, so the groups' memory must stay in place."""
+    """Return the kernels' table of an adapter; it holds addresses, so the groups' memory must not move."""
     table_LM = torch.zeros(len(groups), len(MODULES), TABLE_COLUMNS, dtype=torch.int64)
     for layer, by_name in enumerate(groups):
         for group in by_name.values():

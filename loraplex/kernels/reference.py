@@ -1,4 +1,4 @@
-"""Every kernel in plain torch: any device, any dtype, and the oracle of the compiled ones."""
+"""Every kernel in plain torch: for any device and dtype, and the reference in tests of the compiled ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraplex.kernels.lora import LoraSegment, add_lora_segment
 
 
 class TorchLinear:
-    """A weight as it is."""
+    """A weight in its original layout."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self.out_features = weight_OI.shape[0]
@@ -35,7 +35,7 @@ class TorchKernels:
         return TorchLinear(weight_OI, bias_O)
 
     def rms_norm(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-        # The norm is taken in float32 and rounded before the weight, as the reference models do.
+        # The norm is computed in float32 and rounded before the weight, as in the reference models.
         x32 = x_TH.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         return normed.to(x_TH.dtype) * weight_H
@@ -139,12 +139,12 @@ def _attend(
     v_cache: torch.Tensor,
     out_TO: torch.Tensor,
 ) -> None:
-    """Attention of one sequence's new rows over its whole context."""
+    """Compute the attention of one sequence's new rows over its whole context."""
     num_kv_heads, block_size, head_dim = v_cache.shape[1:]
     num_new = span.end - span.start
     q_NQD = qkv_TO[span.start : span.end, : out_TO.shape[1]].view(num_new, -1, head_dim).transpose(0, 1)
     if span.context_len == num_new:
-        # Nothing cached before: the rows themselves are the context, no need to gather pages.
+        # Nothing is cached before: the rows themselves are the context, and no pages need gathering.
         kv = qkv_TO[span.start : span.end, out_TO.shape[1] :].view(num_new, 2, num_kv_heads, head_dim)
         k_NLD, v_NLD = kv[:, 0].transpose(0, 1), kv[:, 1].transpose(0, 1)
     else:

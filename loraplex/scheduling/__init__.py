@@ -1,1 +1,1 @@
-"""Which tokens run next, in which memory: plain Python over plain data, no clock, no I/O, no tensors."""
+"""Scheduling decisions: plain Python over plain data, no clock, no I/O, no tensors."""

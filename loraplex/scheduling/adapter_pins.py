@@ -1,7 +1,7 @@
-"""Which waiting request has its adapter loaded next, and which has to let go of one again.
+"""Decides which waiting request has its adapter loaded next, and which one has to unpin its adapter.
 
-A request that waits holds its adapter only for as long as nobody needs the memory more: where adapters and KV
-blocks share memory, it has to let go if somebody before it is short of it.
+A waiting request keeps its pin only while the memory is not needed for a request before it: where adapters
+and KV blocks share memory, it loses the pin if such a request is short of memory.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from loraplex.scheduling.start_policy import Coming, StartPolicy
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _NUM_TRIED: Final = 8
-"""Popular adapters that are tried before the next step."""
+"""Popular adapters to try before each step."""
 _EMPTY_SHARE: Final = 0.25
-"""Of the blocks that there would be without adapters, left empty by what nobody asked for."""
+"""Share of the blocks (counted as if there were no adapters) that loads ahead of any request
+leave empty."""
 
 
 class AdapterPins:
-    """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
-    adapter there was no room just now, if any; nobody behind it may take what it waits for. `short`: the one
-    for whose tokens there was none. `reads`: what has to be read to the host's memory before it can be
-    loaded. `to_keep`: versions yet to be brought in to stay. `starts`: whether adapters can be counted on
-    while they are on their way from the host's memory."""
+    """Pins adapters for waiting requests and starts their loads.
+
+    `prefetch_depth`: number of waiting requests whose adapters may start to load. `refused`: the request
+    whose adapter found no room, if any; requests behind it must not take that memory. `short`: the request
+    whose tokens found no room. `reads`: versions to read into host memory before they can be loaded.
+    `to_keep`: versions still to be loaded and kept. `starts`: decides whether steps may use an adapter while
+    it is being copied from host memory.
+    """
 
     def __init__(self, memory: Memory, *, prefetch_depth: int) -> None:
         self._memory = memory
@@ -48,11 +52,11 @@ class AdapterPins:
         self.starts = StartPolicy(ColdStart.OVERLAP)
 
     def keep(self, version: str) -> None:
-        """Bring it in as soon as may be, and never let it go."""
+        """Load a version as soon as possible, and never evict it."""
         self.to_keep.append(version)
 
     def not_kept(self, version: str) -> None:
-        """It cannot be had: it is not tried again for its own sake."""
+        """Stop trying to load a version to keep it: its weights cannot be read."""
         with contextlib.suppress(ValueError):
             self.to_keep.remove(version)
 
@@ -63,19 +67,19 @@ class AdapterPins:
         self._bring_in_kept(running)
         for sequence in waiting.first(self._prefetch_depth):
             if sequence is self.short and not running:
-                return  # what were loaded behind it would fill all that it waits for, again and again
+                return  # loads for the requests behind it would take the memory it waits for, again and again
             version = sequence.adapter
             if version is None or sequence.pinned:
                 continue
             absent = self._table.is_absent(version)
             if absent and not self._is_staged(version):
-                continue  # it is being read, or will be when it is its turn
-            # A load leaves every running request room to grow by a block: what it took would be asked back.
+                continue  # it is being read, or will be when a reader is free
+            # A load leaves each running request room for one more block; otherwise they would evict it again.
             while not self._table.acquire(version, spare_blocks=len(running)):
-                # What is being loaded may be all that is in the way, and not for long.
+                # The only obstacle may be another load, which ends soon.
                 if self._table.serving.num_loading > 0 or not self.unpin_youngest(waiting, behind=sequence):
                     self.refused = sequence
-                    return  # nobody overtakes: a large adapter must not starve behind small ones
+                    return  # no request overtakes: a large adapter must not starve behind small ones
             waiting.set_pinned(sequence, pinned=True)
             if sequence.adapter_hit is None:
                 sequence.adapter_hit = not absent
@@ -84,8 +88,8 @@ class AdapterPins:
             self._follow_moves(running)
 
     def load_popular(self, versions: Iterable[str], running: Many[Sequence]) -> None:
-        """Bring in the first of these that is not there, if memory that nobody has takes it: all that cached
-        blocks hold stays, and a good part of the empty ones."""
+        """Load the first of these that is absent, if it fits memory that is unused. Cached blocks are kept,
+        and a share of the empty ones (`_EMPTY_SHARE`)."""
         pool = self._memory.pool
         num_blocks = self._memory.max_tokens(adapter_bytes=0) // pool.block_size
         spare_blocks = pool.num_free - pool.num_empty + int(num_blocks * _EMPTY_SHARE)
@@ -99,17 +103,17 @@ class AdapterPins:
                 return
 
     def _is_staged(self, version: str) -> bool:
-        """Tell whether a device could load it now; if not, it is read when it is its turn, and nobody behind
-        one for whom there is no room is read before it."""
+        """Return whether the device could load a version now. If not, read it when a reader is free; after a
+        read that found no room, none begins for requests further back."""
         if self._table.can_load(version):
             return True
         if self._reads_more:
             self._reads_more = self.reads.fetch(version)
-        return self._table.can_load(version)  # or it is not staged from now on
+        return self._table.can_load(version)  # `fetch` may have stopped staging it
 
     def only_reads(self, waiting: WaitingQueue) -> bool:
-        """Return whether every waiting request waits for a read to the host's memory, which has begun or is
-        not its turn yet: until one of these reads ends, `prefetch` does nothing."""
+        """Return whether every waiting request waits for a read into host memory, begun or not: until one of
+        these reads ends, `prefetch` does nothing."""
         if not waiting:
             return True
         if waiting.has_candidates:
@@ -121,27 +125,28 @@ class AdapterPins:
         return are_absent and self.reads.holds_up_all(versions)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Tell whether the request could run as far as its adapter goes."""
+        """Return whether the request could run, as far as its adapter is concerned."""
         version = sequence.adapter
         return version is None or (sequence.pinned and self.is_in_memory(version))
 
     def is_in_memory(self, version: str) -> bool:
-        """Return whether requests could run on a version now: it is there, or on its way from the host."""
+        """Return whether requests could run on a version now: it is resident, or streams in from host
+        memory."""
         return version in self._table.serving.resident or version in self._table.streaming
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Tell whether the request would wait for its adapter as it runs."""
+        """Return whether the request would wait for its adapter's layers while it runs."""
         return sequence.adapter in self._table.streaming
 
     def coming_for(self, versions: Set[str | None]) -> Coming:
-        """Return what a step that uses these would wait for. Of what is on its way since earlier steps,
-        nobody knows how much has come: all of it is counted."""
+        """Return the bytes in flight that a step with these versions would wait for. Progress of copies that
+        began with earlier steps is not known, so they are counted in full."""
         streaming = self._table.streaming
         started = {load.version for load in self._loads}
         awaited = {version for version in streaming if version in versions}
         return Coming(
             awaited_bytes=sum(streaming[version] for version in awaited),
-            # What was started for this step and is not awaited by it goes behind.
+            # Copies that begin with this step but that it does not use are queued behind the ones it uses.
             backlog_bytes=0
             if not awaited
             else sum(
@@ -152,8 +157,8 @@ class AdapterPins:
         )
 
     def without_room(self, *, any_runs: bool) -> Sequence | None:
-        """Return the first request that waits for memory which only the end of an overdue load could free,
-        if there is one. `any_runs`: whether any request runs that will give back memory."""
+        """Return the first request whose memory could only come from the end of an overdue load, if there is
+        one. `any_runs`: whether any running request will give back memory."""
         if not self._table.serving.overdue:
             return None
         if not self._memory.shared:
@@ -185,7 +190,7 @@ class AdapterPins:
         return tuple(loads)
 
     def waits_for_any(self, versions: Iterable[str | None]) -> bool:
-        """Tell whether any of these is still on its way to the device."""
+        """Return whether any of these is still being copied to the device."""
         streaming = self._table.streaming
         return bool(streaming) and any(version in streaming for version in versions)
 
@@ -204,7 +209,7 @@ class AdapterPins:
             self.to_keep.popleft()
 
     def _load(self, version: str, num_tokens: int = 0) -> None:
-        """`num_tokens`: of the prompt that waits for it, if one does."""
+        """`num_tokens`: length of the prompt that waits for the version, if one does."""
         load, num_bytes = self._memory.load_of(version), self._table.num_bytes(version)
         source = self._table.host_place(version)
         assisted_layers = 0
@@ -215,7 +220,7 @@ class AdapterPins:
         self._loads.append(load._replace(source=source, assisted_layers=assisted_layers))
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
-        """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""
+        """Update the block ids of running requests whose blocks were moved to make room for an adapter."""
         moved = self._memory.take_block_moves()
         for sequence in running if moved else ():
             sequence.block_ids[:] = [moved.get(block, block) for block in sequence.block_ids]

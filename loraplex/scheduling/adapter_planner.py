@@ -1,4 +1,5 @@
-"""The scheduler's decisions about adapters, as its plans hold them. Where adapters are, the table knows."""
+"""The scheduler's decisions about adapters, as step plans hold them. The adapter table records where adapters
+are."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _LEAST_BLOCKS: Final = 2
-"""Of KV memory beside adapters that stay: enough for a request."""
+"""KV blocks that must remain beside kept adapters: enough for one request."""
 _NUM_POPULAR: Final = 64
-"""Adapters that may be brought in ahead of their next request."""
+"""Number of popular adapters that may be loaded ahead of their next request."""
 
 
 class Orders(NamedTuple):
-    """The decisions since the last step, as a plan holds them."""
+    """The reads, loads and waits decided since the last step, as a plan holds them."""
 
     reads: tuple[AdapterRead, ...]
     loads: tuple[AdapterLoad, ...]
@@ -38,10 +39,11 @@ class Orders(NamedTuple):
 
 
 class AdapterPlanner:
-    """A scheduler's adapters. `pins`: those of requests. `cold_start`: how requests start on others."""
+    """A scheduler's adapters. `pins`: adapters pinned for requests. `cold_start`: how requests start whose
+    adapter is absent."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
-        """`costs`: what things take, which `ColdStart.AUTO` decides by."""
+        """`costs`: measured and predicted costs, which `ColdStart.AUTO` decides by."""
         self._config = config
         self._memory = memory
         self._table = memory.table
@@ -59,19 +61,18 @@ class AdapterPlanner:
     # ---- which are known
 
     def add(self, version: str, num_bytes: int, source: AdapterSpec | None = None) -> None:
-        """Make a version known, and where its files are. Raises CapacityError if there could never be room
-        for it."""
+        """Register a version and where its files are. Raises CapacityError if it could never fit."""
         if self.cold_start is ColdStart.CACHED and version not in self._table:
             self._check_room_beside_kept(num_bytes)
             self.pins.keep(version)
         self._table.add(version, num_bytes, source)
 
     def remove(self, version: str) -> None:
-        """No new requests on this version; memory is freed when the last one ends."""
+        """Accept no new requests on this version; its memory is freed when the last one ends."""
         self._table.remove(version)
 
     def take_removed(self) -> list[str]:
-        """Versions whose removal was completed since the last call."""
+        """Return the versions whose removal was completed since the last call."""
         removed = self._table.take_removed()
         for version in removed:
             self._memory.pool.forget_adapter(version)
@@ -85,32 +86,35 @@ class AdapterPlanner:
         self._popularity.asked(version)
 
     def snapshot(self) -> tuple[AdapterStats, ...]:
-        """Every version, and the tier where it is closest to use."""
+        """Return the stats of every version, each with the tier nearest to use that holds it."""
         return tuple(self._table.snapshot())
 
     # ---- which are brought in
 
     def stage_ahead(self, version: str) -> None:
-        """Read it to the host's memory before anybody asks for it, if there is room."""
+        """Read a version into host memory before any request asks for it, if there is room."""
         self.pins.reads.stage_ahead(version)
 
     def unstage(self, version: str) -> None:
-        """Let go of the copy in host memory unless a load uses it; the next that needs it has it read."""
+        """Evict the copy in host memory unless a load uses it; the next request that needs it has it read
+        again."""
         self._table.unstage(version)
 
     def has_work(self) -> bool:
-        """Tell whether there is something to bring in that no request waits for."""
+        """Return whether there is something to load or read that no request waits for."""
         return bool(self.pins.to_keep or self.pins.reads.ahead)
 
     def bring_in(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
-        """Bring in what waiting requests need, in their order, then what they may need some day."""
+        """Start loads and reads: for waiting requests in queue order, then for popular adapters, then
+        ahead."""
         self.pins.prefetch(waiting, running)
         if self._config.loads_popular and not waiting and self._table.serving.num_loading == 0:
             self.pins.load_popular(self._popularity.most_asked(_NUM_POPULAR), running)
         self.pins.reads.fetch_ahead()
 
     def take_orders(self, used: Set[str | None], waiting: WaitingQueue) -> Orders:
-        """`used`: by the step that is decided, with None for the base model alone; empty if there is none."""
+        """Return the decisions since the last call. `used`: adapters of the step being decided, with None for
+        the base model; empty if there is no step."""
         reads = self.pins.reads.take()
         on_demand = self.cold_start is ColdStart.ON_DEMAND
         loads = tuple(
@@ -121,13 +125,13 @@ class AdapterPlanner:
             for load in self.pins.take_loads()
         )
         waits_for: frozenset[str] = frozenset()
-        if on_demand:  # nobody goes on before what somebody waits for is there
+        if on_demand:  # no step runs before the adapters of waiting requests are loaded
             begun = {read.version for read in reads} | {load.version for load in loads}
             waits_for = frozenset(version for version in begun if version in waiting.versions)
         return Orders(reads, loads, waits_for, self.pins.waits_for_any(used))
 
     def read(self, version: str, *, failed: bool) -> None:
-        """A read to the host's memory ended."""
+        """Record that a read into host memory ended."""
         if not failed:
             self._table.read_ended(version)
             return
@@ -136,7 +140,7 @@ class AdapterPlanner:
         self._popularity.forget(version)
 
     def overdue(self, version: str) -> None:
-        """A read, or a load that reads from disk, does not end: nobody waits for it any more."""
+        """Record that a read, or a load from disk, takes too long: no request waits for it any more."""
         if self._table.overdue(version):
             self.pins.not_kept(version)
 
@@ -144,14 +148,15 @@ class AdapterPlanner:
         self._table.loaded(version)
 
     def failed(self, version: str) -> None:
-        """A load came to nothing."""
+        """Record that a load failed."""
         self._table.failed(version)
         self._popularity.forget(version)
 
     # ---- who may count on one
 
     def may_join(self, sequence: Sequence, chunks: Many[Chunk]) -> bool:
-        """Tell whether a request whose adapter is on its way may run in a step with these."""
+        """Return whether a request whose adapter is still being copied may run in a step with these
+        chunks."""
         own = Chunk(
             request_id=sequence.request_id,
             adapter=sequence.adapter,
@@ -172,18 +177,18 @@ class AdapterPlanner:
         )
 
     def _bytes_of(self, version: str) -> int:
-        """One may be forgotten before a step that used it has landed."""
+        """Return a version's bytes, or 0: it may be forgotten before a step that used it has landed."""
         return self._table.num_bytes(version) if self._table.knows(version) else 0
 
     def step_decided(self, chunks: Many[Chunk]) -> None:
         self._under_way.append(chunks)
 
     def step_landed(self) -> None:
-        """The oldest of those decided."""
+        """Record that the oldest decided step has landed."""
         self._under_way.popleft()
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Told of some steps: how long this one took."""
+        """Record how long this step took; only some steps are measured."""
         known = all(chunk.adapter is None or chunk.adapter in self._table for chunk in plan.chunks)
         if known and not plan.stalls:
             self._starts.observe_step(step_features(plan.chunks, self._table.num_bytes), seconds)
@@ -193,7 +198,7 @@ class AdapterPlanner:
         self._starts.observe_copy(num_bytes, seconds)
 
     def _check_room_beside_kept(self, num_bytes: int) -> None:
-        """Raises CapacityError if one more adapter that stays leaves no room for a request."""
+        """Raise CapacityError if one more kept adapter leaves no room for a request."""
         known = [row for row in self._table.snapshot() if row.version in self._table]
         kept_bytes = num_bytes + sum(row.num_bytes for row in known)
         least_tokens = _LEAST_BLOCKS * self._memory.pool.block_size

@@ -1,17 +1,17 @@
-"""How many different adapters may run at a time, where an engine has a fixed number of slots for them."""
+"""Limit on the number of different adapters that run at a time, for engines with a fixed number of slots."""
 
 from __future__ import annotations
 
 
 class AdapterSlots:
-    """`num_slots`: None if there are as many as anybody wants."""
+    """The adapters of running requests, counted. `num_slots`: None for no limit."""
 
     def __init__(self, num_slots: int | None) -> None:
         self._num_slots = num_slots
         self._running: dict[str, int] = {}
 
     def has_room_for(self, adapter: str | None) -> bool:
-        """Whether a request on it may run beside those that do."""
+        """Return whether a request on this adapter may run beside those that do."""
         if self._num_slots is None or adapter is None:
             return True
         return adapter in self._running or len(self._running) < self._num_slots

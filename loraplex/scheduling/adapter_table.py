@@ -1,6 +1,6 @@
-"""Every adapter version that an engine knows: where its weights are, who counts on them, what becomes of it.
+"""Every adapter version that an engine knows: where its weights are, what pins them, and its life cycle.
 
-A GPU's engine, whose requests use adapters in the device's memory:
+An engine on a GPU, whose requests use adapters in device memory:
 
              begin_read            read_ended          acquire, keep,            loaded
                                                        load_ahead
@@ -11,7 +11,7 @@ A GPU's engine, whose requests use adapters in the device's memory:
      `---------- evicted, unstage ------------'
                                                 (to DISK or READING, if the host has no complete copy)
 
-A CPU's engine, whose requests use adapters in the host's memory:
+An engine on a CPU, whose requests use adapters in host memory:
 
              acquire, keep, load_ahead              loaded
     DISK -------------------------------> READING ----------> HOST
@@ -19,29 +19,29 @@ A CPU's engine, whose requests use adapters in the host's memory:
      `----------------- failed --------------'---- evicted ----'
 
 A version has a *serving* copy, which requests run on. Where there is a host tier in between, it also has a
-*staged* copy, which the serving one is made from. Each copy is ABSENT, LOADING or RESIDENT in its tier, and
-the state above is that of the copy nearest to use. The staged copy comes and goes on its own: it stays when
-the serving copy is complete, may be evicted before it, and may be read anew meanwhile. A version for which
+*staged* copy, which the serving one is loaded from. Each copy is ABSENT, LOADING or RESIDENT in its tier, and
+the state above is that of the copy nearest to use. The staged copy has a life of its own: it stays when
+the serving copy is complete, may be evicted before it, and may be read again meanwhile. A version for which
 the host tier has no room is *unstaged*: its serving copy comes straight from disk, DISK -> COPYING -> DEVICE.
 
-who moves it    Waiting requests and prefetching begin loads (`adapter_pins`) and reads (`host_reads`). The
+transitions     Waiting requests and prefetching begin loads (`adapter_pins`) and reads (`host_reads`). The
                 executor carries them out and reports how they end (`Scheduler.adapter_read`,
                 `adapter_loaded`, `adapter_failed`). `victims` chooses what is evicted, when a `Room` is
                 asked for memory.
-who holds it    Pins: a request counts on the serving copy, which is loading for it or which it runs on; a
-                load of the serving copy pins the staged one. A pinned copy is never evicted, nor is a *kept*
-                one. One that was loaded *ahead* of any request goes first until somebody asks for it.
-overdue         A load or read that does not end. It keeps its memory, which may still be written to, and is
-                accounted for in the usual way if it does end. Until then nobody waits for it.
+pins            A request pins the serving copy that it runs on or waits for; a load of the serving copy pins
+                the staged one. A pinned copy is never evicted, nor is a *kept* one. A copy that was loaded
+                *ahead* of any request is evicted first until a request asks for it.
+overdue         A load or read that takes too long. It keeps its memory, which may still be written to, and
+                is handled in the usual way if it does end. Until then no request waits for it.
 remote          Another replica of a fleet has the version. Here that is DISK: while it is READING, the bytes
-                are fetched from there (`engine.adapter_reads`; in the twin, `Simulator.read_end_s`).
+                are fetched from that replica (`engine.adapter_reads`; in the twin, `Simulator.read_end_s`).
 
-How long a version is known is a second, small machine. A server asks for the removal when the last lease on
-the version has ended (`server.adapter_service`); requests that name it are counted as in flight here.
+How long a version is known is a second, small state machine. A server asks for the removal when the last
+lease on the version has ended (`server.adapter_service`); requests on it are counted as in flight here.
 
     KNOWN --remove--> REMOVING --nothing in flight, no load--> REMOVED --take_removed--> forgotten, or
       ^                  |                                        |                      ABANDONED until the
-      `------ add -------'----------------------------------------'                      read under way ends
+      `------ add -------'----------------------------------------'                      read in flight ends
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.room import Room
 
 _MAX_HOST_EVICTIONS: Final = 10_000
-"""Versions that are remembered to have left the host tier; nobody may ever ask."""
+"""Host evictions to remember: `take_evictions` may never be called for the host tier."""
 
 
 class State(StrEnum):
-    """Where an adapter's weights are."""
+    """The place of an adapter's weights."""
 
     DISK = "disk"
     READING = "reading"
@@ -74,7 +74,7 @@ class State(StrEnum):
 
 
 class Standing(Enum):
-    """How long a version will be known."""
+    """The life cycle of a version: known, being removed, or removed."""
 
     KNOWN = auto()
     REMOVING = auto()
@@ -84,8 +84,8 @@ class Standing(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Entry:
-    """One version. `sources`: where its files lie, under as many names; any of them will do to read it.
-    `in_flight`: requests that name it. `loads`: of the serving copy, that were completed."""
+    """One version. `sources`: where its files are, by path; any of them can be read. `in_flight`: requests on
+    it. `loads`: completed loads of the serving copy."""
 
     serving: Copy
     sources: dict[Path, AdapterSpec] = field(default_factory=dict)
@@ -103,17 +103,19 @@ class Entry:
 
 
 class AdapterTable:
-    """Records versions, and does nothing else: the executor reads, copies and drops what is decided here. How
-    much memory there is, and where in it adapters lie, is known to a `Room`: a budget of bytes, or the arena
-    that they share with KV blocks. `serving`: the tier of the copies that requests run on. `host`: that of
-    staged copies; without a budget if there is no such tier, and then every version is unstaged.
-    `streaming`: the bytes of versions that are COPYING and that steps can count on already."""
+    """Records versions and their transitions; the executor reads, copies and drops what is decided here. A
+    `Room` manages the memory: a budget of bytes, or the arena that adapters share with KV blocks.
+
+    `serving`: the tier of the copies that requests run on. `host`: the tier of staged copies; its budget is 0
+    if there is no such tier, and then every version is unstaged. `streaming`: bytes of the versions that are
+    COPYING and that steps may use already.
+    """
 
     def __init__(
         self, room: Room, *, host: HostRoom | None = None, uses: Iterator[int] | None = None
     ) -> None:
-        """`room`: of serving copies. `host`: of staged ones. `uses`: numbers that order the ends of uses,
-        here and wherever else memory is shared with."""
+        """`room`: memory of serving copies. `host`: memory of staged copies. `uses`: a counter that orders
+        the ends of uses, shared with other users of the memory."""
         uses = count(1) if uses is None else uses
         self.serving = Tier(room, uses)
         self._host_room = HostRoom(0) if host is None else host
@@ -134,18 +136,17 @@ class AdapterTable:
         return entry is not None and entry.standing is Standing.KNOWN
 
     def knows(self, version: str) -> bool:
-        """Tell whether the table has the version, also if it is about to be removed."""
+        """Return whether the table has the version, even if it is about to be removed."""
         entry = self._entries.get(version)
         return entry is not None and entry.is_known
 
     def add(self, version: str, num_bytes: int, source: AdapterSpec | None = None) -> None:
-        """Make a version known, or known to lie in one more place. Raises CapacityError if it could never be
-        in memory."""
+        """Register a version, or another path of a known one. Raises CapacityError if it could never fit."""
         taken_bytes = self.serving.room.taken_by(num_bytes)
         entry = self._entries.get(version)
         if entry is None or not entry.is_known:
             entry = self._new_entry(Copy(version=version, num_bytes=taken_bytes), entry)
-        elif entry.standing is Standing.REMOVING:  # overtaken: whoever waits for the removal need not wait on
+        elif entry.standing is Standing.REMOVING:  # the new addition ends the removal, which is reported
             entry.standing = Standing.KNOWN
             self._removed.append(version)
         if source is not None:
@@ -159,7 +160,7 @@ class AdapterTable:
                 entry.serving.source = Copy(version=version, num_bytes=staged_bytes)
 
     def remove(self, version: str) -> None:
-        """Forget a version as soon as nothing is in flight on it. Unknown versions are ignored."""
+        """Forget a version as soon as no request is in flight on it. Unknown versions count as removed."""
         entry = self._entries.get(version)
         if entry is None or not entry.is_known:
             self._removed.append(version)
@@ -168,7 +169,7 @@ class AdapterTable:
         self._finish_removal(entry)
 
     def take_removed(self) -> list[str]:
-        """Versions whose removal was completed since the last call."""
+        """Return the versions whose removal was completed since the last call."""
         removed, self._removed = self._removed, []
         for version in removed:
             entry = self._entries.get(version)
@@ -180,21 +181,21 @@ class AdapterTable:
         return removed
 
     def sources(self, version: str) -> list[AdapterSpec]:
-        """Return the places that it can be read from."""
+        """Return the specs of the files that it can be read from."""
         return list(self._entries[version].sources.values())
 
     def num_bytes(self, version: str) -> int:
         """Return the bytes that its serving copy takes."""
         return self._entries[version].serving.num_bytes
 
-    # ---- requests that name them
+    # ---- requests on a version
 
     def enter(self, version: str) -> None:
-        """A request that names this version arrived."""
+        """Record that a request on this version arrived."""
         self._entries[version].in_flight += 1
 
     def leave(self, version: str, *, pinned: bool) -> None:
-        """A request that named this version ended."""
+        """Record that a request on this version ended."""
         entry = self._entries[version]
         if pinned:
             self.serving.unpin(entry.serving)
@@ -205,11 +206,11 @@ class AdapterTable:
     # ---- the serving copy
 
     def is_absent(self, version: str) -> bool:
-        """Tell whether there is no serving copy, nor one on its way."""
+        """Return whether there is no serving copy, complete or loading."""
         return self._entries[version].serving.presence is Presence.ABSENT
 
     def acquire(self, version: str, spare_blocks: int = 0) -> bool:
-        """Pin a version for a request; starts a load if it is absent. False: no room now, try again later.
+        """Pin a version for a request; start a load if it is absent. Return False if there is no room now.
 
         `spare_blocks`: KV blocks that a load must leave, where both share memory.
         """
@@ -220,11 +221,11 @@ class AdapterTable:
         return True
 
     def unpin(self, version: str) -> None:
-        """A request no longer counts on the weights; it still names the version."""
+        """Unpin the weights for a request that stays in flight on the version."""
         self.serving.unpin(self._entries[version].serving)
 
     def keep(self, version: str) -> bool:
-        """Never evict a version, and bring it in if it is absent. False: no room now, try again later."""
+        """Never evict a version, and load it if it is absent. Return False if there is no room now."""
         entry = self._entries[version]
         if entry.serving.presence is Presence.ABSENT and not self._begin_load(entry):
             return False
@@ -232,48 +233,48 @@ class AdapterTable:
         return True
 
     def load_ahead(self, version: str, spare_blocks: int = 0) -> bool:
-        """Start to load a version that is absent and that nobody asked for, without evicting another. It is
-        the first to go. False: no memory for that."""
+        """Start to load an absent version that no request asked for, without evicting another. It is evicted
+        first. Return False if there is no room now."""
         return self._begin_load(self._entries[version], spare_blocks, ahead=True)
 
     def stream(self, version: str) -> None:
-        """Let steps count on a version that is COPYING: each layer waits for its own weights."""
+        """Let steps use a version that is COPYING: each layer waits for its own weights."""
         self.streaming[version] = self._entries[version].serving.num_bytes
 
     def loaded(self, version: str) -> None:
-        """A load is complete."""
+        """Record that a load is complete."""
         entry = self._entries[version]
         self.serving.end(entry.serving)
         entry.loads += 1
         self._end_load(entry)
 
     def failed(self, version: str) -> None:
-        """A load came to nothing. Its requests still have to leave."""
+        """Record that a load failed. Its requests still have to `leave`."""
         entry = self._entries[version]
         self.serving.fail(entry.serving)
         self._end_load(entry)
 
     def overdue(self, version: str) -> bool:
-        """Do not count on the end of a load or read any more. Return False if there is none under way, or if
-        this is known."""
+        """Mark a load or read as overdue. Return False if there is none in flight, or if it is already
+        marked."""
         is_load, is_read = self.serving.set_overdue(version), self.host.set_overdue(version)
         return is_load or is_read
 
     # ---- the staged copy
 
     def can_load(self, version: str) -> bool:
-        """Tell whether a load could begin now: the version is staged, or loads from disk."""
+        """Return whether a load could begin now: the version is staged, or loads from disk."""
         copy = self._staged_copy(version)
         return copy is None or copy.presence is Presence.RESIDENT
 
     def can_read(self, version: str) -> bool:
-        """Tell whether a read could begin: the version is to be staged, and is not, nor is it being read."""
+        """Return whether a read could begin: the version has a staged copy, which is absent."""
         copy = self._staged_copy(version)
         return copy is not None and copy.presence is Presence.ABSENT
 
     def begin_read(self, version: str, *, ahead: bool = False) -> bool:
-        """Start to read a version to the host tier. False: no room now. `ahead`: nobody asked for it; nothing
-        is evicted for it, and it is the first to go."""
+        """Start to read a version into the host tier. Return False if there is no room now. `ahead`: no
+        request asked for it; nothing is evicted for it, and it is evicted first."""
         copy = self._staged_copy(version)
         assert copy is not None
         return self.host.begin(copy, ahead=ahead)
@@ -291,7 +292,8 @@ class AdapterTable:
         self._forget_if_abandoned(entry)
 
     def stop_staging(self, version: str) -> None:
-        """Load a version from disk until it is added again, as it finds no room in the host tier."""
+        """Load a version straight from disk until it is added again, because it finds no room in the host
+        tier."""
         entry = self._entries[version]
         assert entry.staged is not None
         assert entry.staged.presence is Presence.ABSENT
@@ -299,25 +301,22 @@ class AdapterTable:
         self.unstaged.add(version)
 
     def unstage(self, version: str) -> None:
-        """Evict the staged copy if nothing reads or copies it."""
+        """Evict the staged copy unless it is being read or copied."""
         copy = self._staged_copy(version)
         if copy is not None and copy.is_idle:
             self.host.evict(copy)
 
     def host_place(self, version: str) -> int | None:
-        """Where the staged copy lies, which is complete or being read; None if there is none."""
+        """Return the first byte of the staged copy, complete or being read; None if there is none."""
         copy = self._entries[version].staged
         if copy is None or copy.presence is Presence.ABSENT:
             return None
         return self._host_room.place_of(version)
 
-    # ---- what it shows
+    # ---- state
 
     def snapshot(self) -> list[AdapterStats]:
-        """Every version that is known.
-
-        A load counts when it is complete: one that failed has brought nothing into memory.
-        """
+        """Return the stats of every known version. Only completed loads are counted."""
         return [
             AdapterStats(
                 version=version,
@@ -358,10 +357,10 @@ class AdapterTable:
                 assert staged.pins == 1
                 assert serving.presence is Presence.LOADING
 
-    # ---- steps of the above
+    # ---- helpers
 
     def _new_entry(self, serving: Copy, removed: Entry | None) -> Entry:
-        """`removed`: all that is left of it are a staged copy and, until that was reported, its sources."""
+        """`removed`: the version's entry before; only its staged copy and sources, if any, are left of it."""
         entry = Entry(serving=serving)
         if removed is not None:
             serving.source, entry.sources = removed.staged, removed.sources
@@ -385,7 +384,7 @@ class AdapterTable:
         self._finish_removal(entry)
 
     def _finish_removal(self, entry: Entry) -> None:
-        """REMOVING -> REMOVED, if nobody needs it any more."""
+        """REMOVING -> REMOVED, if neither a request nor a load uses it."""
         serving = entry.serving
         if entry.standing is not Standing.REMOVING or entry.in_flight > 0:
             return
@@ -422,7 +421,7 @@ class AdapterTable:
         return State.READING if staged.presence is Presence.LOADING else State.HOST
 
     def _shown(self, entry: Entry) -> str:
-        """Return the tier that users see, where "loading" is said of serving copies only."""
+        """Return the tier that users see, in which only serving copies are "loading"."""
         if entry.serving.presence is Presence.LOADING:
             return "loading"
         state = self._state(entry)

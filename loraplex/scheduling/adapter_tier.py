@@ -1,10 +1,10 @@
-"""One memory and the copies of adapters in it: what loads, what is resident, what is idle.
+"""One memory and the copies of adapters in it: loading, resident, idle.
 
     ABSENT --begin--> LOADING --end--> RESIDENT --evict--> ABSENT
                          `----fail---> ABSENT
 
-The adapter table has two of these, for the copies that requests run on and for those in host memory that they
-are made from (`adapter_table`).
+The adapter table has two tiers: one for the copies that requests run on, one for the copies in host memory
+that those are loaded from (`adapter_table`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loraplex.scheduling.victims import NO_ADAPTERS, IdleAdapter, IdleAdapters
 
 
 class Presence(Enum):
-    """Whether a copy is in its tier."""
+    """The state of a copy in its tier."""
 
     ABSENT = auto()
     LOADING = auto()
@@ -28,10 +28,10 @@ class Presence(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Copy:
-    """A version's weights in one tier. `num_bytes`: what they take there. `source`: the copy that this one is
-    made from, if there is one. `pins`, `kept`: who holds it. `ahead`: nobody has asked for it yet.
-    `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins in all. `failures`:
-    loads that came to nothing."""
+    """A version's weights in one tier. `num_bytes`: bytes they take there. `source`: the copy that this one
+    is loaded from, if there is one. `pins`, `kept`: what keeps it from being evicted. `ahead`: no request has
+    asked for it yet. `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins so
+    far. `failures`: loads that failed."""
 
     version: str
     num_bytes: int
@@ -54,12 +54,12 @@ class Copy:
 
 
 class Tier:
-    """One memory and the copies in it: those that are `loading`, of which some are `overdue`, and those that
-    are `resident`, of which some are `idle`. A method is a transition of a copy, or of who holds it; they are
-    called by the table, and by rooms to evict."""
+    """One memory and the copies in it: `loading`, of which some are `overdue`, and `resident`, of which some
+    are `idle`. Each method is a transition of a copy or of its pins. The adapter table calls them; rooms call
+    `evict`."""
 
     def __init__(self, room: Room, uses: Iterator[int], max_evictions: int | None = None) -> None:
-        """`uses`: numbers that order the ends of uses. `max_evictions`: as many are remembered."""
+        """`uses`: a counter that orders the ends of uses. `max_evictions`: number of evictions remembered."""
         self.room = room
         self._uses = uses
         self.loading: set[str] = set()
@@ -70,18 +70,18 @@ class Tier:
 
     @property
     def num_loading(self) -> int:
-        """Return how many loads will end before long: without those that are overdue."""
+        """Number of loads that will end before long, that is, without overdue ones."""
         return len(self.loading) - len(self.overdue)
 
     @property
     def waits_for_overdue_only(self) -> bool:
-        """Tell whether no memory can be freed before a load ends that is overdue: all else that could be
-        evicted already can be."""
+        """Return whether no memory can be freed before an overdue load ends: all resident copies are idle."""
         return bool(self.overdue) and self.num_loading == 0 and len(self.idle) == len(self.resident)
 
     def begin(self, copy: Copy, spare_blocks: int = 0, *, ahead: bool = False) -> bool:
-        """ABSENT -> LOADING. False: no room now, try again later. `spare_blocks`: KV blocks that must be
-        left, where both share memory. `ahead`: nobody asked for it, and no adapter is evicted for it."""
+        """ABSENT -> LOADING. Return False if there is no room now. `spare_blocks`: KV blocks that must
+        remain, where both share memory. `ahead`: no request asked for it, and no adapter is evicted for
+        it."""
         assert copy.presence is Presence.ABSENT
         idle = NO_ADAPTERS if ahead else self.idle
         if not self.room.take(copy.version, copy.num_bytes, idle, self.evict, spare_blocks):
@@ -98,7 +98,7 @@ class Tier:
         self.loading.remove(copy.version)
         self.overdue.discard(copy.version)
         self.resident.add(copy.version)
-        if copy.is_idle:  # everyone who waited for it is gone
+        if copy.is_idle:  # every request that waited for it is gone
             self._become_idle(copy)
 
     def fail(self, copy: Copy) -> None:
@@ -112,7 +112,7 @@ class Tier:
         self.room.give_back(copy.version, copy.num_bytes, copy.last_use)
 
     def evict(self, victim: IdleAdapter) -> None:
-        """RESIDENT -> ABSENT, of an idle copy."""
+        """RESIDENT -> ABSENT; the copy must be idle."""
         assert isinstance(victim, Copy)
         assert victim.is_idle, f"{victim.version} is in use"
         self.idle.remove(victim)
@@ -122,13 +122,14 @@ class Tier:
         self._evictions.append(victim.version)
 
     def take_evictions(self) -> list[str]:
-        """Versions whose copies must be dropped, or were overwritten, since the last call."""
+        """Return the versions evicted since the last call: their copies must be dropped, or were
+        overwritten."""
         evictions = list(self._evictions)
         self._evictions.clear()
         return evictions
 
     def pin(self, copy: Copy) -> None:
-        """Count on a copy that is loading or resident."""
+        """Pin a copy that is loading or resident."""
         assert copy.presence is not Presence.ABSENT
         if copy.is_idle:
             self.idle.remove(copy)
@@ -153,7 +154,7 @@ class Tier:
                 self._become_idle(copy)
 
     def set_overdue(self, version: str) -> bool:
-        """Return False if it is not loading, or if this is known."""
+        """Mark a load as overdue. Return False if the version is not loading, or is already marked."""
         if version not in self.loading or version in self.overdue:
             return False
         self.overdue.add(version)

@@ -4,10 +4,10 @@
         | KV | KV | KV | ... | empty | gap | adapter | hole | adapter |
         `-------- BlockPool --------'`----------- Places ------------'
 
-A page is a KV block over all layers; adapters take units, of which a page is made of several, so that a
-small one does not pay for a whole page. Whoever is short takes what nobody uses first, then what `victims`
-says is to go, be it a cached block or an adapter. Both can be moved by a copy, so neither strands the other:
-blocks move down to let the border pass, adapters move up.
+A page is a KV block over all layers. Adapters take units, several to a page, so that a small adapter does not
+pay for a whole page. When either side is short, unused memory is taken first, then `victims` chooses what to
+evict, a cached block or an adapter. Both can be moved by a copy, so neither blocks the other: blocks move
+down to let the border pass, adapters move up.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from loraplex.scheduling.victims import CachedBlock, IdleAdapters, next_victim
 
 _UNITS_PER_PAGE: Final = 8
 UNIT_ALIGNMENT: Final = 256
-"""Bytes. Adapters begin at multiples of it, as memory that a device gives does."""
+"""Bytes. Adapters begin at multiples of it, as device allocations do."""
 
 
 def units_per_page(page_bytes: int) -> int:
-    """Return how many units a page has: as many as leave each of them aligned."""
+    """Return the units in a page: the largest number, up to 8, that leaves each unit aligned."""
     return next(n for n in range(_UNITS_PER_PAGE, 0, -1) if page_bytes % (n * UNIT_ALIGNMENT) == 0 or n == 1)
 
 
 class Arena:
-    """`scheduling.memory.Memory`, the adapter table's `Room` and the pool's `Reserve` in one: they are the
-    two sides of the same border."""
+    """The `scheduling.memory.Memory`, the adapter table's `Room` and the pool's `Reserve` in one class: they
+    are two sides of the same border."""
 
     shared = True
     advice = adapter_advice = "raise --memory-fraction"
@@ -53,15 +53,15 @@ class Arena:
         host_bytes: int = 0,
         pool: type[BlockPool] = BlockPool,
     ) -> None:
-        """`host_bytes`: of the host's memory that adapters are read to first; 0 to load them from disk.
-        `pool`: what keeps count of KV blocks."""
+        """`host_bytes`: host memory that adapters are read into first; 0 to load them from disk. `pool`: the
+        class that manages KV blocks."""
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
         self._unit_bytes = page_bytes // self._page_units
         self._num_pages = num_pages
         self._places = Places(num_pages * self._page_units)
-        self._under_way: deque[int] = deque()  # when the steps under way were decided
-        self._vacated: list[tuple[int, int, int]] = []  # begin, end, last use after a step under way
+        self._under_way: deque[int] = deque()  # when each step in flight was decided
+        self._vacated: list[tuple[int, int, int]] = []  # begin, end, last use; a step in flight may use them
         self._moves: list[Move] = []
         self._block_moves: dict[int, int] = {}
         self.shared_bytes = num_pages * page_bytes
@@ -109,7 +109,7 @@ class Arena:
 
     @property
     def budget_bytes(self) -> int:
-        """All but one page: without a KV block no request can run."""
+        """Bytes of all pages but one: without a KV block no request can run."""
         return (self._num_pages - 1) * self._page_bytes
 
     def taken_by(self, num_bytes: int) -> int:
@@ -146,9 +146,9 @@ class Arena:
         self._vacate(start, start + size, last_use)
 
     def _widen_gap(self, size: int, idle: IdleAdapters, evict: Evict) -> bool:
-        """One step towards a gap of `size` units: by empty blocks, by lifting adapters into holes, by a
-        victim, and by pushing adapters together if there is none."""
-        # One block stays, as without it nobody could be served.
+        """Take one step towards a gap of `size` units: give it empty blocks, lift adapters into holes, evict
+        a victim, or push adapters together if there is no victim."""
+        # One block stays: without it no request could run.
         num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
         missing_pages = -(-(size - self._places.gap) // self._page_units)
         if missing_pages <= num_empty:
@@ -184,19 +184,20 @@ class Arena:
         self._block_moves = moved
 
     def _vacate(self, begin: int, end: int, last_use: int) -> None:
-        """Remember a stretch whose last user may still be in a step under way."""
+        """Remember a stretch that a step in flight may still use."""
         if self._under_way and last_use > self._under_way[0]:
             self._vacated.append((begin, end, last_use))
 
     def _lift_adapters(self, gap: int) -> bool:
-        """Cheap: what moves is what lay at the border."""
+        """Widen the gap by moving the lowest adapters into holes. Cheap: only adapters at the border move."""
         if gap > self._places.num_free:
             return False
         self._record(self._places.lift(gap))
         return self._places.gap >= gap
 
     def _push_adapters(self, gap: int) -> bool:
-        """May move all there are. False if one that is being loaded is in the way, which will not be long."""
+        """Widen the gap by closing all holes, which may move every adapter. Return False if one that is being
+        loaded is in the way, which will not be for long."""
         if gap > self._places.num_free:
             return False
         self._record(self._places.push_together())
@@ -226,7 +227,7 @@ class Arena:
             if isinstance(victim, CachedBlock):
                 self.pool.empty(victim)
                 return True
-            # Where something can be evicted instead, nothing is pushed around.
+            # Evicting is preferred to pushing adapters together, which copies more.
             if victim is not None:
                 self.table.serving.evict(victim)
             elif not self._push_adapters(self._page_units):

@@ -1,15 +1,15 @@
-"""Paged KV memory: blocks, who holds them, and which finished ones can be used again.
+"""Paged KV memory: blocks, their references, and the prefix cache of blocks that can be reused.
 
 A full block is cached under (identity of the block before it, its tokens); the chain starts at a root
 that stands for the adapter version. Keys hold the tokens themselves, so a lookup can never mistake one
 prefix for another, as it could with hashes, and one tenant never reads another's keys and values.
 
-    empty --allocate--> held (ref 1) --share--> held (ref n) --release--> empty, or cached if published
-    A cached block keeps its contents until it is shared again, or emptied for want of memory, in the
-    order that `victims` decides.
+        empty --allocate--> held (ref 1) --share--> held (ref n) --release--> empty, or cached if published
+        A cached block keeps its contents until it is shared again, or emptied because memory is short, in the
+        order that `victims` decides.
 
-Where blocks share memory with adapters (`Reserve`), a pool can be given more of them, and can be made to
-leave its last ones: what they hold moves to blocks further down.
+Where blocks share memory with adapters (`Reserve`), a pool can gain blocks, and can be made to give up its
+last ones: their contents move to blocks with lower numbers.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _CacheKey = tuple[int, tuple[int, ...]]
 
 
 class Reserve(Protocol):
-    """Where a pool may get more blocks from."""
+    """The source of more blocks for a pool."""
 
     def num_blocks_to_gain(self) -> int:
-        """How many there would be if all were given that can be."""
+        """Return how many blocks the pool could gain at most."""
         ...
 
     def gain_blocks(self, wanted: int) -> bool:
-        """Have at least one more empty block in the pool: call `BlockPool.extend` with up to `wanted` blocks,
-        made of memory that nobody uses or of evicted adapters, or `BlockPool.empty` if a cached block is the
-        next to go. False if there is neither."""
+        """Provide at least one more empty block: call `BlockPool.extend` with up to `wanted` blocks, made of
+        unused memory or of evicted adapters, or `BlockPool.empty` if a cached block is the next victim.
+        Return False if there is neither."""
         ...
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens, numbered from 0. `keeps_contents`: what was computed can be
-    found again."""
+    """`num_blocks` blocks of `block_size` tokens, numbered from 0. `keeps_contents`: whether there is a
+    prefix cache."""
 
     keeps_contents = True
 
@@ -52,7 +52,7 @@ class BlockPool:
         uses: Iterator[int] | None = None,
         reserve: Reserve | None = None,
     ) -> None:
-        """`uses`: numbers that order the ends of uses, here and in what the reserve is made of."""
+        """`uses`: a counter that orders the ends of uses, shared with the reserve's adapters."""
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
@@ -61,12 +61,12 @@ class BlockPool:
         self._reserve = reserve
         self._refs = [0] * num_blocks
         self._last_use = [0] * num_blocks  # 0: never
-        # The lowest go first, so that the last blocks stay empty and cost nothing to leave. A block may
-        # stand in the heap several times; it is empty if it is in the set.
+        # The lowest are allocated first, so that the last blocks stay empty and can be given up at no cost.
+        # A block may be in the heap several times; it is empty only if it is in the set.
         self._empty = set(range(num_blocks))
         self._empty_heap = list(range(num_blocks))
         self.cached = CachedBlocks(num_blocks)
-        self._shared: set[int] = set()  # contents (nodes) that were shared once, held or cached
+        self._shared: set[int] = set()  # nodes whose contents were shared at some time, held or cached
         self._adapter_of: dict[int, str | None] = {}  # by node
         self._block_of: dict[_CacheKey, int] = {}
         self._key_of: dict[int, _CacheKey] = {}
@@ -89,15 +89,16 @@ class BlockPool:
 
     @property
     def num_obtainable(self) -> int:
-        """Blocks that `allocate` could give at the most."""
+        """Most blocks that `allocate` could return."""
         return self.num_free + (self._reserve.num_blocks_to_gain() if self._reserve else 0)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold this many tokens."""
+        """Return how many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with a reference each, or None (and no sequence's loss) if there are too few."""
+        """Return `count` blocks with one reference each, or None if there are too few; no sequence loses
+        any."""
         if count > len(self._empty) and count > self.num_obtainable:
             return None
         while len(self._empty) < count:
@@ -122,7 +123,8 @@ class BlockPool:
             self._shared.add(node)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
+        """Give back one reference each. The last blocks of a sequence are released first: its start is reused
+        most."""
         refs, last_use, uses, node_of = self._refs, self._last_use, self._uses, self._node_of
         for block in reversed(blocks):
             refs[block] -= 1
@@ -144,7 +146,7 @@ class BlockPool:
         self._push_empty(block)
 
     def extend(self, count: int) -> None:
-        """Add blocks behind the last one."""
+        """Add blocks after the last one."""
         self._refs += [0] * count
         self._last_use += [0] * count
         for block in range(self.num_blocks, self.num_blocks + count):
@@ -152,11 +154,12 @@ class BlockPool:
         self.num_blocks += count
 
     def last_use_of(self, blocks: Iterable[int]) -> int:
-        """When the last of these was released."""
+        """Return when the last of these was released; 0 if none ever was."""
         return max((self._last_use[block] for block in blocks), default=0)
 
     def retract(self, count: int) -> dict[int, int]:
-        """Leave the last `count` blocks. Returns where the contents of those in use have to be copied."""
+        """Give up the last `count` blocks. Return where the contents of those in use must be copied, old
+        block to new."""
         assert count <= self.num_empty
         assert count < self.num_blocks
         last, self.num_blocks = self.num_blocks, self.num_blocks - count
@@ -171,7 +174,8 @@ class BlockPool:
         return moves
 
     def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
-        """Cached blocks of the longest known prefix. At least one token is always left to compute."""
+        """Return the cached blocks of the longest known prefix. At least one token is always left to
+        compute."""
         num_full = (len(token_ids) - 1) // self.block_size
         node = self._root(adapter)
         found: list[int] = []
@@ -194,8 +198,8 @@ class BlockPool:
     ) -> None:
         """Make the sequence's full blocks [first, end) findable; those before are already published.
 
-        Where another sequence published the same contents first, its block stays the findable one, and
-        the chain of this sequence ends: it could only repeat what is cached.
+        If another sequence published the same contents first, its block stays the findable one, and the chain
+        of this sequence ends: it could only repeat what is cached.
         """
         for index in range(first, end):
             parent = self._root(adapter) if index == 0 else self._node_of.get(blocks[index - 1])
@@ -211,11 +215,11 @@ class BlockPool:
             self._adapter_of[node] = adapter
 
     def forget_adapter(self, adapter: str) -> None:
-        """No sequence will find this adapter's blocks any more; they age out of the cache."""
+        """Make this adapter's blocks unfindable; they age out of the cache."""
         self._roots.pop(adapter, None)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that references equal the holders', and that the rest is empty or cached."""
+        """Assert that references equal the holders', and that all other blocks are empty or cached."""
         counts = Counter(block for blocks in held for block in blocks)
         for block in range(self.num_blocks):
             assert self._refs[block] == counts[block], f"block {block}: {self._refs[block]} refs"
@@ -248,7 +252,7 @@ class BlockPool:
         return self._next_node
 
     def _find_more(self, wanted: int) -> bool:
-        """Have at least one more empty block."""
+        """Provide at least one more empty block; return False if there is none."""
         if self._reserve is not None:
             return self._reserve.gain_blocks(wanted)
         victim = next_victim(NO_ADAPTERS, self.cached, short=wanted)
@@ -270,7 +274,7 @@ class BlockPool:
                 return block
 
     def _take_over(self, moves: dict[int, int]) -> None:
-        """Everything the books say of one block goes for another from now on."""
+        """Transfer references, last uses and contents from each block to another."""
         for source, target in moves.items():
             self._refs[target] = self._refs[source]
             self._last_use[target] = self._last_use[source]

@@ -1,4 +1,4 @@
-"""What a scheduler is told once."""
+"""Configuration of a scheduler."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from loraplex.scheduling.work import StepWork
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
-    requests do until then; `num_workers`: processes that compute LoRA on CPUs. `loads_popular`:
-    adapters that are asked for often are brought in before they are asked for again.
+    """Limits of a step.
 
-    Two rules of engines that are not ours, which the twin runs under: `prompts_first`: a step reads whole
-    prompts, as soon as there are any, or else decodes. `max_adapters`: so many different ones may run at a
-    time; requests on others are passed over until then, and those behind them are not."""
+    `prefetch_depth`: number of waiting requests whose adapters may start to load. `cold_start`: what requests
+    do until their adapter is loaded. `num_workers`: processes that compute LoRA on CPUs. `loads_popular`:
+    load adapters that are requested often before they are requested again.
+
+    Two rules of other engines, which the twin simulates: `prompts_first`: a step computes whole prompts if
+    there are any, otherwise it decodes. `max_adapters`: number of different adapters that may run at a time;
+    requests on others are skipped until then, those behind them are not.
+    """
 
     max_model_len: int
     work: StepWork = field(default_factory=StepWork)

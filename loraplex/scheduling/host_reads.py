@@ -1,8 +1,8 @@
-"""Which adapters are read from disk to the host's memory next, on their way to a device.
+"""Decides which adapters are read from disk into host memory next, before a device can load them.
 
-A read is begun only when one of the few that may run at a time is free, so what is read next is always what
-the first of those who wait needs. A read that is overdue is not one of these few. It keeps its memory until
-it ends; what finds no room beside such memory is loaded from disk without a stay in the host's memory.
+At most two reads run at a time, and one begins only when a reader is free, so the next read always serves the
+first waiting request that needs one. An overdue read does not count towards that limit. It keeps its memory
+until it ends; a version that finds no room beside such memory is loaded straight from disk instead.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.plan import AdapterRead
 
 _MAX_READS: Final = 2
-"""At a time: while one is all but done, the next has begun."""
+"""Reads that run at a time: the second one starts before the first has finished."""
 
 
 class HostReads:
-    """The order of reads; where versions are is known to the table. `ahead`: versions to be read before
-    anybody asks for them. Without a host tier there is never anything to read."""
+    """The queue of reads; the adapter table records where versions are. `ahead`: versions to read before any
+    request asks for them. Without a host tier there is nothing to read."""
 
     def __init__(self, table: AdapterTable) -> None:
         self._table = table
         self._begun: list[str] = []
-        # Ordered and hashed, as thousands may be.
+        # Ordered, and hashed because there may be thousands.
         self.ahead: OrderedDict[str, None] = OrderedDict()
 
     def fetch(self, version: str) -> bool:
-        """Begin to read a version that is not there, when it is its turn. False if there is no room for it
-        just now: nobody behind it may take what it waits for."""
+        """Begin to read an absent version if a reader is free. Return False if there is no room for it now:
+        requests behind it must then not take the memory it waits for."""
         table = self._table
         if not table.can_read(version) or table.host.num_loading >= _MAX_READS:
             return True
@@ -47,18 +47,18 @@ class HostReads:
             self.ahead.setdefault(version)
 
     def fetch_ahead(self) -> None:
-        """Begin reads that nobody waits for, where a reader and memory are free."""
+        """Begin reads that no request waits for, while a reader and memory are free."""
         while self.ahead and self._table.host.num_loading < _MAX_READS:
             version, _ = self.ahead.popitem(last=False)
             if self._table.can_read(version) and self._table.begin_read(version, ahead=True):
                 self._begun.append(version)
 
     def holds_up_all(self, versions: KeysView[str]) -> bool:
-        """Return whether each of these versions is being read, or has its turn when a read has ended."""
+        """Return whether each of these versions is being read, or is next when a read has ended."""
         table = self._table
         if table.host.num_loading < _MAX_READS:
             return versions <= table.host.loading
-        # Both sides are hashed, so that the shorter one is gone through.
+        # `isdisjoint` of two hashed collections iterates over the shorter one.
         return versions.isdisjoint(table.host.resident) and versions.isdisjoint(table.unstaged)
 
     def take(self) -> tuple[AdapterRead, ...]:

@@ -1,4 +1,5 @@
-"""Room for adapters in the host's memory, on their way to a device: one stretch of it, a piece for each."""
+"""Host memory for adapters that a device loads from: one stretch, with a contiguous piece for each
+adapter."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from loraplex.scheduling.room import Evict
 from loraplex.scheduling.victims import NO_BLOCKS, CachedBlock, IdleAdapters, next_victim
 
 _UNIT_BYTES: Final = 4096
-"""A page of the host's: what is copied from begins at one."""
+"""A page of host memory: copies to the device begin at page boundaries."""
 
 
 class HostRoom:
-    """A `Room`. Taken from the top downwards, so that memory nobody needed yet is left alone."""
+    """A `Room` that is filled from the top downwards, so that memory not needed yet is never touched."""
 
     on_device = False
 
@@ -26,7 +27,7 @@ class HostRoom:
         self._places.extend(num_units)
 
     def place_of(self, version: str) -> int:
-        """Its first byte."""
+        """Return the first byte of a version's copy."""
         return self._places.span_of(version)[0] * _UNIT_BYTES
 
     def taken_by(self, num_bytes: int) -> int:
@@ -43,9 +44,9 @@ class HostRoom:
     ) -> bool:
         size = taken_bytes // _UNIT_BYTES
         if size > self._places.gap and size > self._places.largest_hole(without=idle.versions):
-            return False  # others that are being read or copied are in the way, not for long
+            return False  # versions that are being read or copied are in the way, but not for long
         while not self._places.put(version, size):
-            # Also where enough is free, but in no one piece.
+            # Evict also where enough is free, but not in one piece.
             short = max(size - self._places.num_free, 1) * _UNIT_BYTES
             victim = next_victim(idle, NO_BLOCKS, short=short)
             assert victim is not None
@@ -55,7 +56,7 @@ class HostRoom:
         return True
 
     def settle(self, version: str) -> None:
-        """Nothing is ever shifted here."""
+        """Do nothing: adapters are never shifted here."""
 
     def give_back(self, version: str, taken_bytes: int, last_use: int) -> None:
         self._places.remove(version)

@@ -1,4 +1,4 @@
-"""The memory a scheduler decides about: KV blocks and adapters, each with a budget or sharing one."""
+"""The memory a scheduler manages: KV blocks and adapters, each with a budget or sharing one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from loraplex.scheduling.room import ByteBudget
 
 
 class Memory(Protocol):
-    """`shared`: what adapters give up, KV blocks can have, and the other way round; `shared_bytes`: how much
-    that is in all. `advice`: the end of a message to a user who needs more for requests; `adapter_advice`:
-    for adapters. `table`: the adapters, and where each of them is."""
+    """KV blocks (`pool`) and adapters (`table`). `shared`: both use one memory of `shared_bytes`. `advice`:
+    the end of an error message to a user who needs more memory for requests; `adapter_advice`: the same for
+    adapters."""
 
     pool: BlockPool
     table: AdapterTable
@@ -24,27 +24,28 @@ class Memory(Protocol):
     adapter_advice: str
 
     def max_tokens(self, adapter_bytes: int) -> int:
-        """Return how many tokens of one request there is room for, with nothing beside it but its adapter."""
+        """Return the most tokens that one request could have with only its adapter beside it."""
         ...
 
     def load_of(self, version: str) -> AdapterLoad:
-        """Return the load of a version that was acquired: where its weights go."""
+        """Return the load of an acquired version, with the place its weights go to."""
         ...
 
     def step_decided(self) -> None:
-        """A step that computes something was decided, and may be under way from now on."""
+        """Record that a step with chunks was decided, and may be in flight from now on."""
         ...
 
     def step_landed(self) -> None:
-        """The oldest of them is done."""
+        """Record that the oldest step in flight has landed."""
         ...
 
     def take_moves(self) -> Sequence[Move]:
-        """Copies to be made before anything else happens, since the last call."""
+        """Return the copies decided since the last call, to be made before anything else."""
         ...
 
     def take_block_moves(self) -> dict[int, int]:
-        """Blocks that have other numbers since the last call; who holds them has to follow."""
+        """Return the blocks that were moved since the last call, old number to new; their holders have to
+        follow."""
         ...
 
     def check_integrity(self) -> None: ...
@@ -61,7 +62,7 @@ class SeparateMemory:
     def __init__(
         self, *, num_blocks: int, block_size: int, adapter_bytes: int, pool: type[BlockPool] = BlockPool
     ) -> None:
-        """`pool`: what keeps count of KV blocks."""
+        """`pool`: the class that manages KV blocks."""
         self.pool = pool(num_blocks, block_size)
         self.table = AdapterTable(ByteBudget(adapter_bytes))
 

@@ -1,11 +1,11 @@
-"""Where adapters lie in a stretch of memory that ends at a fixed top and begins at a border that moves.
+"""Allocation of adapters in a stretch of memory with a fixed top and a border below that moves.
 
     ... | gap | adapter | hole | adapter | adapter | hole | adapter |
       begin                                                        end
 
-Sizes are in units of the caller's choice. An adapter is one piece. It goes to the smallest hole that takes
-it, to the upper end of it, so that what is left over lies towards the border. Adapters can be shifted upwards
-to widen the gap at the border; those being loaded are fixed and stay where they are.
+Sizes are in units of the caller's choice. An adapter is one contiguous piece. It goes to the upper end of the
+smallest hole that fits it, so that the rest of the hole lies towards the border. Adapters can be shifted
+upwards to widen the gap at the border; those being loaded are fixed and stay where they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """An adapter was given a new place, further up; the two may overlap."""
+    """A move of an adapter to a place further up; source and target may overlap."""
 
     name: str
     source: int
@@ -26,7 +26,7 @@ class Shift:
 
 
 class Places:
-    """Books of what lies where; nothing is copied here."""
+    """Records which adapter lies where; copies nothing itself."""
 
     def __init__(self, end: int) -> None:
         self._begin = self._end = end
@@ -41,7 +41,7 @@ class Places:
 
     @property
     def num_free(self) -> int:
-        """Units that nobody has, in however many holes."""
+        """Units that are free, in all holes together."""
         return self._end - self._begin - self._num_used
 
     @property
@@ -50,14 +50,15 @@ class Places:
         return (self._spans[0][0] if self._spans else self._end) - self._begin
 
     def span_of(self, name: str) -> tuple[int, int]:
-        """Start and size."""
+        """Return the start and size of an adapter."""
         return self._span_of[name]
 
     def put(self, name: str, size: int) -> bool:
-        """Give an adapter the smallest hole that takes it, and fix it there; False if there is none."""
+        """Place an adapter in the smallest hole that fits it, and fix it there. Return False if there is
+        none."""
         if size > self.num_free:
             return False
-        if self.gap == self.num_free:  # there is no other hole
+        if self.gap == self.num_free:  # the gap is the only hole
             self._take_hole(name, self._begin, self.gap, size)
             return True
         fitting = [(hole_size, start) for start, hole_size in self._holes() if hole_size >= size]
@@ -68,7 +69,7 @@ class Places:
         return True
 
     def largest_hole(self, without: Collection[str]) -> int:
-        """Units of the largest piece that would be free if these were not there."""
+        """Return the units of the largest piece that would be free without these adapters."""
         largest, cursor = 0, self._begin
         for start, size, name in self._spans:
             if name not in without:
@@ -76,7 +77,7 @@ class Places:
         return max(largest, self._end - cursor)
 
     def unfix(self, name: str) -> None:
-        """From now on it may be shifted."""
+        """Allow an adapter to be shifted from now on."""
         self._fixed.discard(name)
 
     def remove(self, name: str) -> None:
@@ -94,15 +95,16 @@ class Places:
         self._begin += size
 
     def lift(self, gap: int) -> list[Shift]:
-        """Put the lowest adapters into holes further up that take them, until the gap has this size or no
-        more can be done; in the order to copy them."""
+        """Shift the lowest adapters into holes further up that fit them, until the gap has this size or no
+        shift is possible. Return the shifts in the order to copy them."""
         shifts: list[Shift] = []
         while self.gap < gap and (shift := self._lift_lowest()) is not None:
             shifts.append(shift)
         return shifts
 
     def push_together(self) -> list[Shift]:
-        """Close all holes towards the top, but those right above fixed adapters; in the order to copy."""
+        """Close all holes towards the top except those right above fixed adapters. Return the shifts in the
+        order to copy them."""
         shifts, top = [], self._end
         for start, size, name in reversed(self._spans.copy()):
             if name not in self._fixed and start + size < top:
@@ -125,7 +127,7 @@ class Places:
         assert len(self._spans) == len(self._span_of)
 
     def _holes(self) -> Iterable[tuple[int, int]]:
-        """(start, size), from the border upwards."""
+        """Yield (start, size) of each hole, from the border upwards."""
         cursor = self._begin
         for start, size, _ in self._spans:
             if start > cursor:
@@ -135,7 +137,7 @@ class Places:
             yield cursor, self._end - cursor
 
     def _lift_lowest(self) -> Shift | None:
-        """Into the smallest hole above it that takes it."""
+        """Shift the lowest adapter into the smallest hole above it that fits it, if there is one."""
         if not self._spans or self._spans[0][2] in self._fixed:
             return None
         source, size, name = self._spans[0]

@@ -1,4 +1,4 @@
-"""A step as the scheduler decides it and as any executor, real or modelled, carries it out."""
+"""A step as the scheduler decides it and as an executor, real or simulated, carries it out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from loraplex.core.request import FinishReason
 class Chunk(NamedTuple):
     """Tokens [start, end) of one sequence, to be computed in this step.
 
-    `token_ids` is empty if the chunk's one token is not known yet: it is what the sequence's chunk in the
-    step before samples (`follows`). `block_ids` covers the sequence at least up to the end of the chunk.
-    `samples`: the chunk ends at the sequence's last token, so the step yields the next one.
+    `token_ids` is empty if the chunk's one token is not known yet: the sequence's chunk in the step before
+    samples it (`follows`). `block_ids` covers the sequence at least up to the end of the chunk. `samples`:
+    the chunk ends at the sequence's last token, so the step samples the next one.
     """
 
     request_id: str
@@ -47,13 +47,13 @@ class Move:
 
 
 class AdapterLoad(NamedTuple):
-    """A version to bring in.
+    """A version to load.
 
-    `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `source`: the
-    byte of the host's memory it was read to; None if it comes straight from disk. `quiet`: no step that is
-    under way looks at the place, so that the load need not wait for any. `awaited`: the step that is decided
-    with it uses it. `behind`: it does not, and is launched first. `assisted_layers`: as many of its first
-    ones are computed by CPU workers while it loads.
+    `place`: byte of the arena to load it to; None where each adapter has memory of its own. `source`: byte of
+    host memory it was read to; None if it comes straight from disk. `quiet`: no step in flight uses the
+    place, so the load need not wait for one. `awaited`: the step decided with it uses it. `behind`: that step
+    does not use it and is launched first. `assisted_layers`: number of its first layers that CPU workers
+    compute while it loads.
     """
 
     version: str
@@ -66,16 +66,16 @@ class AdapterLoad(NamedTuple):
 
 
 class AdapterRead(NamedTuple):
-    """A version to read from disk to this byte of the host's memory for adapters."""
+    """A version to read from disk to byte `place` of the host memory for adapters."""
 
     version: str
     place: int
 
 
 class StepPlan(NamedTuple):
-    """One step. First evictions, then moves in their order, then reads and loads, which run beside the step
-    and are reported when done. `waits_for`: versions of reads and loads before whose end the step is not
-    begun. `stalls`: it may have to wait for adapters as it runs."""
+    """One step. Evictions come first, then moves in their order, then reads and loads, which run beside the
+    step and are reported when done. `waits_for`: versions whose reads and loads must end before the step
+    begins. `stalls`: the step may have to wait for adapters while it runs."""
 
     chunks: tuple[Chunk, ...] = ()
     adapter_evictions: tuple[str, ...] = ()
@@ -92,7 +92,8 @@ class StepPlan(NamedTuple):
 
 
 class TokenUpdate(NamedTuple):
-    """What a step meant for one sequence: its new token (None if that ended it), and how it ended."""
+    """The result of a step for one sequence: its new token (None if a stop token or an error ended it), and
+    how it ended."""
 
     request_id: str
     token_id: int | None = None

@@ -1,4 +1,4 @@
-"""Which adapters are asked for most, lately."""
+"""Counts which adapters were requested most often lately."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import heapq
 from typing import Final
 
 _HALF_LIFE: Final = 512
-"""Requests after which an old one counts for half of a new one."""
+"""Number of requests after which an old one counts half as much as a new one."""
 _GROWTH: Final = 2 ** (1 / _HALF_LIFE)
 _LEAST: Final = 1 / 16
-"""What counts for less is forgotten."""
+"""Adapters with a smaller count are forgotten."""
 
 
 class Popularity:
-    """Counts that fade."""
+    """Request counts that decay."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
-        self._weight = 1.0  # of the next request; grows, which is as good as all others fading
+        self._weight = 1.0  # of the next request; growing it has the same effect as decaying all counts
 
     def asked(self, version: str) -> None:
         self._counts[version] = self._counts.get(version, 0.0) + self._weight
@@ -29,7 +29,7 @@ class Popularity:
         self._counts.pop(version, None)
 
     def most_asked(self, count: int) -> list[str]:
-        """The first is asked for most."""
+        """Return the most requested versions, in descending order."""
         return heapq.nlargest(count, self._counts, key=self._counts.__getitem__)
 
     def _fade(self) -> None:

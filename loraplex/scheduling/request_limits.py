@@ -1,4 +1,4 @@
-"""Requests that could never run are refused when they come."""
+"""Refuses requests that could never run when they arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loraplex.scheduling.memory import Memory
 
 
 def check_request(request: EngineRequest, max_model_len: int, memory: Memory) -> None:
-    """Raises what is wrong with it."""
+    """Raise an error that says what is wrong with the request, if it could never run."""
     num_tokens = request.num_tokens
     if not request.prompt_token_ids:
         raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -38,7 +38,7 @@ def _known_tokens(request: EngineRequest) -> str:
 
 
 def room_in_words(adapter: str | None, memory: Memory) -> str:
-    """How much a request on this adapter may have."""
+    """Return a phrase with the number of tokens that a request on this adapter may have."""
     beside = "" if adapter is None else " beside the request's adapter"
     capacity = _capacity(adapter, memory)
     return f"KV memory holds {capacity} {plural('token', capacity)}{beside}"

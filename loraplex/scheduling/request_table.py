@@ -1,4 +1,4 @@
-"""The requests that are in the engine, waiting or running."""
+"""The requests in the engine, waiting or running."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loraplex.scheduling.sequence import Sequence
 
 
 class RequestTable:
-    """Finds requests by id and by adapter version, without a look at the others."""
+    """Finds requests by id and by adapter version without iterating over the others."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
@@ -44,11 +44,11 @@ class RequestTable:
                 del self._on_version[sequence.adapter]
 
     def on_version(self, version: str) -> list[Sequence]:
-        """Requests on an adapter version, in order of arrival."""
+        """Return the requests on an adapter version, in order of arrival."""
         return list(self._on_version.get(version, {}).values())
 
     def check_integrity(self) -> None:
-        """Assert that both ways lead to the same requests."""
+        """Assert that both indexes hold the same requests."""
         on_versions = {key: each for rows in self._on_version.values() for key, each in rows.items()}
         assert on_versions == {key: each for key, each in self._by_id.items() if each.adapter is not None}
         assert all(

@@ -1,4 +1,4 @@
-"""Memory for adapters, as the adapter table sees it: how much there is, and who has how much of it."""
+"""Memory for adapters, as the adapter table sees it: its budget, and how much of it is used."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from loraplex.core.errors import CapacityError
 from loraplex.scheduling.victims import NO_BLOCKS, CachedBlock, IdleAdapter, IdleAdapters, next_victim
 
 Evict = Callable[[IdleAdapter], None]
-"""Ends with a call of `Room.give_back`."""
+"""Evicts an adapter, which ends with a call of `Room.give_back`."""
 
 
 class Room(Protocol):
-    """Memory for adapters. `on_device`: a device's; otherwise the host's."""
+    """Memory for adapters. `on_device`: whether it is a device's or the host's."""
 
     on_device: bool
 
@@ -22,32 +22,33 @@ class Room(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """What adapters have at the most."""
+        """Most bytes that adapters may take."""
         ...
 
     def taken_by(self, num_bytes: int) -> int:
-        """What an adapter of this size takes. Raises CapacityError if there could never be room for it."""
+        """Return the bytes that an adapter of this size takes. Raises CapacityError if it could never fit."""
         ...
 
     def take(
         self, version: str, taken_bytes: int, idle: IdleAdapters, evict: Evict, spare_blocks: int
     ) -> bool:
-        """Memory for a version that is about to load; False if that cannot be now. Nothing is evicted in
-        vain, unless another load is in the way.
+        """Take memory for a version that is about to load. Return False if there is no room now; then nothing
+        was evicted, unless another load is in the way.
 
-        `idle`: those that may be evicted for it. `spare_blocks`: KV blocks that must be to be had afterwards.
+        `idle`: adapters that may be evicted for it. `spare_blocks`: KV blocks that must still be available
+        afterwards.
         """
         ...
 
     def settle(self, version: str) -> None:
-        """Its load is complete."""
+        """Record that a version's load is complete."""
         ...
 
     def give_back(self, version: str, taken_bytes: int, last_use: int) -> None: ...
 
 
 class ByteBudget:
-    """Room that is counted and not shared: each adapter is given memory of its own."""
+    """A budget of bytes: each adapter has memory of its own."""
 
     on_device = False
 

@@ -1,14 +1,13 @@
 """Continuous batching: every step, decide which tokens of which requests run.
 
-Running requests go first: each that decodes gets its next token, prompts get chunks of what a step may
-compute beside that; what is left admits waiting ones, first come first served, as soon as their adapter is
-in memory.
-When KV memory runs out, the youngest running request gives its blocks back and is computed again later. Where
-adapters share that memory, those that wait for their turn give up their hold on one before that.
+Running requests go first: each decoding one gets its next token, prompts get chunks of what the step may
+compute beside that. What is left admits waiting requests, first come first served, as soon as their adapter
+is in memory. When KV memory runs out, the youngest running request is preempted: it gives its blocks back and
+is computed again later. Where adapters share that memory, waiting requests lose the pins on theirs first.
 
-A step may be decided while the one before is still under way: its tokens are counted on before they are
-known. `update` tells them afterwards, in the order of the steps; what was computed for a request that has
-ended by then is passed over.
+A step may be decided while the one before is still in flight: its tokens are counted before they are known.
+`update` reports them afterwards, in the order of the steps; results for a request that has ended by then are
+ignored.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from loraplex.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """Owns the queues; shares the memory's books with nobody."""
+    """Owns the queues, and is the only one to change the memory's state."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None = None) -> None:
-        """`costs`: what things take, which `ColdStart.AUTO` decides by."""
+        """`costs`: measured and predicted costs, which `ColdStart.AUTO` decides by."""
         self._config = config
         self._memory = memory
         self._pool = memory.pool
@@ -49,13 +48,13 @@ class Scheduler:
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[ChunkUnderWay]] = deque()
         self._slots = AdapterSlots(config.max_adapters)
-        self._is_settled = False  # the last step decoded, and whoever waits will wait on
+        self._is_settled = False  # the last step only decoded, and no waiting request can be admitted
         self._num_preemptions = 0
 
-    # ---- what callers tell it
+    # ---- requests, and reports from the executor
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; raises if it could never run."""
+        """Queue a request; raise if it could never run."""
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         check_request(request, self._config.max_model_len, self._memory)
@@ -67,22 +66,23 @@ class Scheduler:
         self._is_settled = False
 
     def cancel(self, request_id: str) -> None:
-        """Free all a request holds; unknown ids are ignored."""
+        """End a request and free all that it holds; unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._drop(sequence)
 
     def num_output(self, request_id: str) -> int | None:
-        """The tokens that a request has been answered with so far; None if it has ended or is not known."""
+        """Return the number of output tokens of a request so far; None if it has ended or is not known."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else sequence.num_output
 
     def adapter_read(self, version: str, error: str | None = None) -> None:
-        """A read ended: the version is in the host's memory, or the requests that wait for it fail."""
+        """Record that a read ended: the version is in host memory, or on an error, the requests waiting for
+        it fail."""
         self._is_settled = False
         self.adapters.read(version, failed=error is not None)
         if error is not None:
-            # Those who have it on the device, or on its way there, need no other.
+            # Requests that have it on the device, or being copied there, do not need the read.
             self._fail_all(version, error, pinned=False)
 
     def adapter_loaded(self, version: str) -> None:
@@ -90,13 +90,13 @@ class Scheduler:
         self.adapters.loaded(version)
 
     def adapter_failed(self, version: str, message: str) -> None:
-        """A load failed: the requests that counted on it fail, with the reason."""
+        """Record that a load failed: all requests on the version fail, with the reason."""
         self.adapters.failed(version)
         self._fail_all(version, message, pinned=True)
 
     def adapter_overdue(self, version: str, message: str) -> None:
-        """A read or load does not end: the requests that wait for it fail. It may still end, one way or the
-        other, and is accounted for then. May be called again for as long as it does not."""
+        """Record that a read or load takes too long: the requests waiting for it fail. It may still end or
+        fail, which is handled then. May be called again until it does."""
         self._is_settled = False
         self.adapters.overdue(version)
         for sequence in self._sequences.on_version(version):
@@ -104,8 +104,8 @@ class Scheduler:
                 self._fail(sequence, message, param="model")
 
     def _fail_without_room(self) -> None:
-        """Fail a request for which memory could only come from a load that hangs: those behind it must not
-        wait for that, too."""
+        """Fail a request whose memory could only come from an overdue load: those behind it must not wait for
+        that, too."""
         sequence = self._pins.without_room(any_runs=bool(self._running or self._under_way))
         if sequence is not None:
             self._fail(
@@ -115,18 +115,18 @@ class Scheduler:
             )
 
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
-        """Requests of a version; those that hold it in memory only if that is said."""
+        """Fail the requests on a version; those that have pinned it only if `pinned`."""
         for sequence in self._sequences.on_version(version):
             if pinned or not sequence.pinned:
                 self._fail(sequence, message, param="model")
 
-    # ---- what it decides
+    # ---- decisions
 
     def has_work(self) -> bool:
         return bool(self._sequences or self._failures) or self.adapters.has_work()
 
     def schedule(self) -> StepPlan:
-        """Decide the next step. May be empty of chunks while adapters load."""
+        """Decide the next step. It may have no chunks while adapters load."""
         preempted: list[Sequence] = []
         num_running = len(self._running)
         if self._config.prompts_first:
@@ -143,7 +143,7 @@ class Scheduler:
         return self._plan(chunks, preempted)
 
     def _plan(self, chunks: list[Chunk], preempted: Iterable[Sequence] = ()) -> StepPlan:
-        """Return what was decided, which is counted on from now on."""
+        """Return the plan of a step with these chunks, and count them as computed."""
         versions = {chunk.adapter for chunk in chunks}
         return self._decided(tuple(chunks), versions, list(map(self._advance, chunks)), preempted)
 
@@ -154,7 +154,8 @@ class Scheduler:
         under_way: list[ChunkUnderWay],
         preempted: Iterable[Sequence],
     ) -> StepPlan:
-        """`versions`: the adapters of the chunks, with None for the base model alone."""
+        """Return the plan and record the step as in flight. `versions`: the adapters of the chunks, with None
+        for the base model."""
         if chunks:
             self._memory.step_decided()
             self.adapters.step_decided(chunks)
@@ -172,7 +173,7 @@ class Scheduler:
         )
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
-        """Return the chunks of the oldest step under way whose requests have not ended in between."""
+        """Return the chunks of the oldest step in flight whose requests have not ended meanwhile."""
         return [
             chunk
             for chunk, under_way in zip(plan.chunks, self._under_way[0], strict=True)
@@ -185,7 +186,7 @@ class Scheduler:
         """Account for an executed step: each chunk that samples has a token in `sampled`, or in `failed` the
         reason why it has none.
 
-        Steps are told in the order they were decided. Requests that ended in between are passed over.
+        Steps must be reported in the order they were decided. Requests that ended meanwhile are ignored.
         """
         updates = []
         self._memory.step_landed()
@@ -201,14 +202,14 @@ class Scheduler:
             sequence.num_unknown -= 1
             request_id = sequence.request_id
             if failed and request_id in failed:
-                # What a step finds wrong with one request and not with others is its adapter.
+                # A failure of one request and not of the whole step is due to its adapter.
                 self._fail(sequence, failed[request_id], param="model" if sequence.adapter else None)
             else:
                 updates.append(self._accept(sequence, sampled[request_id]))
         return updates
 
     def take_failures(self) -> list[TokenUpdate]:
-        """Requests that ended with an error since the last call."""
+        """Return the requests that ended with an error since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -221,7 +222,7 @@ class Scheduler:
         return (chunks, 0.0) if chunks else self._schedule_running(preempted)
 
     def _schedule_running(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
-        """Chunks of running requests, oldest first, and the budget left for prompts."""
+        """Return the chunks of running requests, oldest first, and the budget left for prompts."""
         work = self._config.work
         running, limit, block_size = list(self._running), self._config.max_model_len, self._pool.block_size
         remaining = [s.num_remaining for s in running]
@@ -245,7 +246,7 @@ class Scheduler:
         return chunks, budget
 
     def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
-        """Blocks for `num_tokens`, taken from the youngest running requests if need be."""
+        """Allocate blocks up to `num_tokens`, preempting the youngest running requests if necessary."""
         while True:
             missing = self._pool.blocks_for(num_tokens) - len(sequence.block_ids)
             blocks = self._pool.allocate(max(missing, 0))
@@ -256,11 +257,11 @@ class Scheduler:
                 continue
             victim = self._running[-1]
             if victim is sequence and sequence.num_unknown > 0:
-                return False  # the token under way may be its last: decided again when it is known
+                return False  # the token in flight may be its last: decide again when it is known
             if victim is sequence and len(self._running) == 1:
                 if self._memory.shared and self._table.serving.num_loading > 0:
-                    return False  # what loads for others holds memory that can be had when it is there
-                # Alone and still short: the request has outgrown the whole of KV memory.
+                    return False  # adapters that load for other requests hold memory that is available soon
+                # Alone and still short: the request has outgrown KV memory.
                 room = room_in_words(sequence.adapter, self._memory)
                 self._fail(sequence, f"{room}, too few for this request; {self._memory.advice}")
                 return False
@@ -281,7 +282,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
         self._pins.short = None
-        # A request that was refused memory for its adapter is not overtaken: the others would take it.
+        # No request overtakes one that was refused memory for its adapter: it would take that memory.
         refused = self._pins.refused if self._memory.shared else None
         admitted: list[Sequence] = []
         for sequence in self._waiting.candidates():
@@ -308,7 +309,8 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def _start(self, sequence: Sequence, budget: float) -> int:
-        """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
+        """Allocate blocks for a first chunk after the cached prefix, and return its tokens; 0 if memory is
+        short."""
         searches = sequence.request.params.prompt_logprobs is None
         cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
         self._pool.share(cached)
@@ -320,7 +322,7 @@ class Scheduler:
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
         blocks = self._pool.allocate(missing)
         while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting, sequence):
-            blocks = self._pool.allocate(missing)  # nobody else's end would ever make room
+            blocks = self._pool.allocate(missing)  # no running request would ever free memory
         if blocks is None:
             self._pool.release(cached)
             return 0
@@ -334,7 +336,7 @@ class Scheduler:
         return num_tokens
 
     def _first_chunk(self, num_tokens: int, start: int, budget: float) -> int:
-        """Return how many of so many tokens to begin with."""
+        """Return how many of `num_tokens` tokens a first chunk has; 0 if it does not fit the budget."""
         work = self._config.work
         if self._config.prompts_first:
             return num_tokens if num_tokens <= budget or budget >= work.max_tokens else 0
@@ -378,11 +380,11 @@ class Scheduler:
             sequence.num_published = num_full
 
     def _is_live(self, sequence: Sequence) -> bool:
-        """Tell whether this very request is in the engine, and not another that was given its id since."""
+        """Return whether this very request is in the engine, not another that was given its id since."""
         return self._sequences.get(sequence.request_id) is sequence
 
     def _advance(self, chunk: Chunk) -> ChunkUnderWay:
-        """Count on a chunk that is about to be computed."""
+        """Count a chunk as computed that is about to be."""
         sequence, samples = self._sequences[chunk.request_id], chunk.samples
         sequence.num_computed = chunk.end
         sequence.num_unknown += samples
@@ -400,7 +402,7 @@ class Scheduler:
         )
 
     def _drop(self, sequence: Sequence) -> None:
-        """Out of every queue, all memory and pins given back."""
+        """Remove a request from every queue, and give back its memory and pins."""
         self._sequences.remove(sequence)
         self._is_settled = False
         if sequence in self._waiting:
@@ -414,7 +416,7 @@ class Scheduler:
             self._table.leave(sequence.adapter, pinned=sequence.pinned)
             sequence.pinned = False
 
-    # ---- what it shows
+    # ---- state
 
     @property
     def num_running(self) -> int:
@@ -426,7 +428,7 @@ class Scheduler:
 
     @property
     def request_ids(self) -> Set[str]:
-        """Requests that are in the engine."""
+        """Ids of the requests in the engine."""
         return self._sequences.ids
 
     def stats(self, num_steps: int) -> EngineStats:

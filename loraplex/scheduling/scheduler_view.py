@@ -1,4 +1,4 @@
-"""What a scheduler shows, and what must hold of its books."""
+"""A scheduler's stats, and the invariants of its state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def check_integrity(
     memory: Memory,
     unknown: Mapping[int, int],
 ) -> None:
-    """`unknown`: by a sequence's identity, how many of its tokens steps under way sample."""
+    """Assert the invariants of queues, blocks and pins. `unknown`: by a sequence's identity, the number of
+    its tokens that steps in flight sample."""
     queued = [*waiting, *running]
     memory.pool.check_integrity(s.block_ids for s in queued)
     assert all(s.num_unknown == unknown.get(id(s), 0) for s in queued), (

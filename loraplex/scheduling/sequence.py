@@ -15,12 +15,12 @@ class Sequence:
         computed [ cached | computed ....... )                     keys and values are in `block_ids`
         published[ whole blocks .... )                             findable by other requests
 
-    *Unknown* tokens are being sampled by steps under way, and what such steps compute counts as computed.
-    `num_resets`: how often the sequence was preempted; a step from before that has nothing to publish.
+    *Unknown* tokens are being sampled by steps in flight, and what such steps compute counts as computed.
+    `num_resets`: how often the sequence was preempted; a step decided before a preemption publishes nothing.
     `pinned`: the adapter table holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
-    prefix cache had when the request was first admitted; None until then. `adapter_hit`: its adapter was in
-    memory, or on its way there, when the request first pinned it; None until then. `queue_position`: of the
-    waiting queue; those with smaller numbers run first.
+    prefix cache had when the request was first admitted; None until then. `adapter_hit`: its adapter was
+    resident or loading when the request first pinned it; None until then. `queue_position`: position in the
+    waiting queue; smaller numbers run first.
     """
 
     __slots__ = (
@@ -58,12 +58,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known or unknown."""
+        """Number of tokens, known and unknown."""
         return len(self.token_ids) + self.num_unknown
 
     @property
     def num_remaining(self) -> int:
-        """Tokens whose keys and values are not computed yet; 1 for a decoding sequence."""
+        """Number of tokens whose keys and values are not computed yet; 1 for a decoding sequence."""
         return len(self.token_ids) + self.num_unknown - self.num_computed
 
     @property
@@ -76,7 +76,7 @@ class Sequence:
         return Chunk(self.request_id, self.adapter, start, self.token_ids[start:end], self.block_ids, samples)
 
     def needs_no_more(self, max_model_len: int) -> bool:
-        """Tell whether the tokens under way are the last ones, whatever they turn out to be."""
+        """Return whether the tokens in flight reach the length limit, so that no more steps are needed."""
         if self.num_unknown == 0:
             return False
         limit, max_tokens = max_model_len, self.request.params.max_tokens
@@ -85,14 +85,14 @@ class Sequence:
         return self.num_tokens >= limit
 
     def stops_at(self, token_id: int) -> bool:
-        """Tell whether this token, sampled next, ends it."""
+        """Return whether the sequence ends if this token is sampled next."""
         params, eos_token_ids = self.request.params, self.request.eos_token_ids
         if token_id not in params.stop_token_ids and (params.ignore_eos or token_id not in eos_token_ids):
             return False
         return self.num_output + 1 > params.min_tokens
 
     def reset(self) -> None:
-        """Back to nothing computed; the blocks were released by the caller."""
+        """Set the sequence back to nothing computed; the caller has released its blocks."""
         self.block_ids = []
         self.num_computed = 0
         self.num_published = 0
@@ -100,7 +100,8 @@ class Sequence:
 
 
 class ChunkUnderWay(NamedTuple):
-    """Whose chunk it is, how often that had been preempted by then, and whether a token will come of it."""
+    """A chunk of a step in flight: its sequence, `num_resets` of that when it was decided, and whether it
+    samples."""
 
     sequence: Sequence
     num_resets: int

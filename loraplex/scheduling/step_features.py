@@ -1,4 +1,4 @@
-"""What a step computes, as the cost model counts it."""
+"""A step's work in the features that the cost model uses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from loraplex.scheduling.plan import Chunk
 
 
 def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) -> StepFeatures:
-    """`adapter_bytes`: of a version's weights. A chunk of one token decodes, as it does to the kernels."""
+    """Return the features of a step. `adapter_bytes`: returns the bytes of a version's weights. A chunk of
+    one token counts as decoding, as in the kernels."""
     num_decodes = num_prompts = num_tokens = positions = row_bytes = largest = num_rows = 0
     pairs = 0.0
     sizes: dict[str, int] = {}
-    # One pass over plain fields: this is asked of every step that is decided.
+    # One pass over plain fields: this runs for every step that is decided.
     for _, version, start, token_ids, _, _ in chunks:
         count = len(token_ids) or 1
         if count == 1:
@@ -31,7 +32,7 @@ def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) 
                     largest = size
             num_rows += count
             row_bytes += count * size
-    # Fields by place: naming them takes twice as long.
+    # Positional arguments: keywords take twice as long.
     return StepFeatures(
         num_decodes,
         num_prompts,

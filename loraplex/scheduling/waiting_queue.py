@@ -1,7 +1,7 @@
 """The requests that wait to run, first come first served.
 
-Thousands of requests may wait for adapters that are still on disk. A step must not pay for them: it looks at
-the first few, to bring their adapters in, and at the candidates, which are the only ones it could admit.
+Thousands of requests may wait for adapters that are still on disk, and must not slow down a step: it looks
+only at the first few, to load their adapters, and at the candidates, the only ones it could admit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class WaitingQueue:
     """Requests in order of arrival, with preempted ones in front.
 
     A request is a *candidate* for admission if it runs on the base model, or if its adapter is pinned for it.
-    Pins are given to the first requests of the queue only, so that pinned requests are few. Adding, removing
-    and finding a request take the same time however many others wait.
+    Only the first requests of the queue get pins, so that pinned requests are few. Adding, removing and
+    finding a request take the same time however many others wait.
 
         requests    [ r1  r2  r3  r4  r5  r6  r7 ... ]   by `queue_position`, which rises
-        on_base     [     r2          r5             ]   a part of them, in the same order
-        pinned      { r1      r3                     }   another part, in any order
+            on_base     [     r2          r5             ]   a subset, in the same order
+            pinned      { r1      r3                     }   another subset, in any order
     """
 
     def __init__(self) -> None:
@@ -85,19 +85,19 @@ class WaitingQueue:
             del self._pinned[request]
 
     def first(self, count: int) -> Iterator[Sequence]:
-        """The first requests. No request may enter or leave meanwhile; pins may change."""
+        """Return the first requests. No request may enter or leave during the iteration; pins may change."""
         return islice(self._requests, count)
 
     def candidates(self) -> Iterator[Sequence]:
-        """Requests that could be admitted as far as pins go, in order. No request may enter or leave
-        meanwhile; pins may change, and the caller checks them."""
+        """Return the requests that could be admitted as far as pins are concerned, in order. No request may
+        enter or leave during the iteration; pins may change, and the caller checks them."""
         if not self._pinned:
             return iter(self._on_base)
         pinned = self.pinned()
         return merge(pinned, self._on_base, key=_position) if self._on_base else iter(pinned)
 
     def pinned(self) -> list[Sequence]:
-        """Requests whose adapter is pinned for them, in order."""
+        """Return the requests whose adapter is pinned for them, in order."""
         return sorted(self._pinned, key=_position)
 
     @property
@@ -106,15 +106,15 @@ class WaitingQueue:
 
     @property
     def versions(self) -> KeysView[str]:
-        """Adapter versions that requests wait for."""
+        """Adapter versions of waiting requests."""
         return self._num_on.keys()
 
     def on_version(self, version: str) -> list[Sequence]:
-        """Requests that wait for an adapter version, in order. This looks at every request."""
+        """Return the requests waiting for an adapter version, in order. Iterates over all requests."""
         return [request for request in self._requests if request.adapter == version]
 
     def check_integrity(self) -> None:
-        """Assert that the parts agree with the whole."""
+        """Assert that the subsets agree with the whole queue."""
         positions = [request.queue_position for request in self._requests]
         assert all(before < after for before, after in pairwise(positions))
         assert list(self._on_base) == [each for each in self._requests if each.adapter is None]

@@ -1,4 +1,4 @@
-"""How much one step may compute, so that a long prompt does not hold up everybody else's next token."""
+"""Limits what one step computes, so that a long prompt does not delay the next token of other requests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from math import ceil, sqrt
 from typing import Final
 
 PREFILL_SHARE = 0.25
-"""Of every step, kept for prompts however much decoding there is, so that new requests are not starved."""
+"""Share of every step reserved for prompts however much decoding there is, so that new requests do not
+starve."""
 _PART_TOKENS: Final = 64
-"""Parts of a prompt are multiples of this, as the tiles of kernels are."""
+"""Parts of a prompt are multiples of this, as the kernels' tiles are."""
 _CONTEXT_ALLOWANCE: Final = 1.25
-"""So much more than its budget a part of a prompt may cost for the sake of its context: steps with fewer rows
+"""Factor by which a part of a prompt may exceed its budget because of its context: steps with fewer rows
 compute less per second."""
 
 
@@ -19,8 +20,8 @@ compute less per second."""
 class StepWork:
     """A step's limit, counted in tokens that have no context.
 
-    `position_cost`: what attending to one earlier position adds, as a share of such a token's work. A
-    token behind ten thousand others may well cost several times the first.
+    `position_cost`: cost of attending to one earlier position, as a share of such a token's. A token behind
+    ten thousand others may cost several times the first.
     """
 
     max_tokens: int = 2048
@@ -31,8 +32,8 @@ class StepWork:
         return num_tokens + self.position_cost * num_tokens * (start + num_tokens / 2)
 
     def tokens_within(self, budget: float, start: int) -> int:
-        """Return the most tokens from `start` on whose cost is within the budget; at least one from a budget
-        of one up."""
+        """Return the most tokens from `start` on whose cost is within the budget; at least one if the budget
+        is at least 1."""
         if budget < 1:
             return 0
         # Solves cost(start, n) = budget, a quadratic in n, in the form that also holds at position_cost 0.
@@ -41,9 +42,10 @@ class StepWork:
         return max(1, int(solution + 1e-9))
 
     def chunk(self, num_tokens: int, start: int, budget: float) -> int:
-        """Return how many of so many tokens from `start` on to compute next: all of them, or one of as few
-        equal parts as fit. A step for the few that a full one leaves costs far more than their share. Their
-        number is within the budget; what their context costs on top of it may be a little beyond it."""
+        """Return how many of `num_tokens` tokens from `start` on to compute next: all of them, or one of as
+        few equal parts as fit. Equal parts avoid a last step for a few tokens, which costs far more than
+        their share. The number of tokens is within the budget; the cost of their context may exceed it a
+        little."""
         allowed = budget * _CONTEXT_ALLOWANCE
         most = min(self.tokens_within(allowed, start), int(budget))
         if num_tokens <= most or most <= 0:
@@ -54,5 +56,5 @@ class StepWork:
         return min(-(-part // _PART_TOKENS) * _PART_TOKENS, most)
 
     def prefill_budget(self, decode_cost: float) -> float:
-        """Return the tokens that a step may read of prompts beside its decoding, which always runs."""
+        """Return the tokens of prompts that a step may compute beside its decoding, which always runs."""
         return max(self.max_tokens - decode_cost, self.max_tokens * PREFILL_SHARE, 1)

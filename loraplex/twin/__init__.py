@@ -1,5 +1,5 @@
-"""The digital twin: the scheduler that serves, on a virtual clock, with a model in the device's place.
+"""The digital twin: the production scheduler on a virtual clock, with a cost model in place of the device.
 
-`simulator` runs our own engine's decisions; `slot_engine` the same rules as an engine with slots has (vLLM),
-compiled; `validate` holds predictions against recorded runs.
+`simulator` runs our own engine's decisions; `slot_engine` runs the rules of an engine with slots (vLLM),
+compiled; `validate` compares predictions with recorded runs.
 """

@@ -1,16 +1,16 @@
-"""The twin of an engine that runs ahead: a step is decided while the one before it is under way.
+"""The twin of an engine that runs ahead: a step is decided while the one before it is in flight.
 
     device  |   P1    |   P2    |   P3    |
     decided ^P1 P2    ^P3       ^P4            at the beginning of a step, the one after it
 
-Whoever comes while P2 runs is first seen when P4 is decided. Adapters are loaded from the moment of the
-decision, beside the step under way.
+A request that arrives while P2 runs is first seen when P4 is decided. Adapters are loaded from the moment of
+the decision, beside the step in flight.
 
-Two ways to go on. *Decided* steps are the scheduler's own, with one of them under way. While all there is to
-decide is that requests decode and others join them, the twin *glides*: nothing is under way for the
-scheduler, the next step is known to be its group of decodes with those who join it (`_joining`), and whoever
-is there when that step begins (`_due`) joins the step after it. Both ways end in the same steps at the same
-times.
+There are two modes. *Decided* steps are the scheduler's own, with one of them in flight. While the only
+decisions are that requests decode and others join them, the twin *glides*: the scheduler has nothing in
+flight, the next step is known to be its group of decodes with the requests that join it (`_joining`), and
+requests that have arrived when that step begins (`_due`) join the step after it. Both modes produce the same
+steps at the same times.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from loraplex.twin.simulator import Simulator
 
 
 class _Flight(NamedTuple):
-    """A step under way, or behind one that is."""
+    """A step in flight, or queued behind one."""
 
     plan: StepPlan
     end_s: float
 
 
 class AheadSimulator(Simulator):
-    """One engine whose steps need nothing of the host but to be launched."""
+    """One engine whose steps only have to be launched by the host."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -43,7 +43,7 @@ class AheadSimulator(Simulator):
         self._joining: list[EngineRequest] = []
         self._due: list[EngineRequest] = []
         self._glides = False
-        self._is_loaded = False  # the known step is joined by the request that waited for its adapter
+        self._is_loaded = False  # the request that waited for its adapter joins the known step
 
     def _take(self, request: EngineRequest) -> None:
         self._due.append(request)
@@ -56,7 +56,7 @@ class AheadSimulator(Simulator):
     def _drop(self, request_id: str) -> None:
         for requests in (self._due, self._joining):
             requests[:] = [each for each in requests if each.request_id != request_id]
-        self._is_loaded = False  # who joins the known step may be the one that goes: it is decided then
+        self._is_loaded = False  # the dropped request may be the one that joins the known step
         super()._drop(request_id)
         self._glides = self._glides and (self.scheduler.num_running > 0 or bool(self._joining))
 
@@ -76,7 +76,7 @@ class AheadSimulator(Simulator):
                 return
             self._glides = False
             self._add(self._joining)
-            self._launch(self._decide())  # the step that is known comes to be under way
+            self._launch(self._decide())  # the known step is now in flight
         self._end_loads()
         self._add(self._due)
         if self._leaps and self._flights and self.scheduler.is_settling():
@@ -112,13 +112,14 @@ class AheadSimulator(Simulator):
     # ---- gliding
 
     def _glide(self, next_s: float) -> bool:
-        """The known step, or many; False if what comes after it has to be decided."""
+        """Simulate the known step, or many; return False if the next one has to be decided."""
         due = self._due
         if self._is_loaded:
             self._is_loaded = False
             return self._step_loaded()
         if self._joining:
-            # Those who join were asked before; since then some may have ended, and nobody has come.
+            # `go_beside` allowed those who join; since then some requests may have ended, and none has
+            # arrived.
             return not (due and not self.scheduler.go_beside([*self._joining, *due])) and self._join()
         if due and not self.scheduler.go_beside(due):
             if not self._let_wait():
@@ -133,14 +134,14 @@ class AheadSimulator(Simulator):
         self._glides = self.scheduler.num_running > 0
 
     def _go_on_before_they_join(self) -> None:
-        """The step that was known when they came."""
+        """Simulate the step that was known when the due requests arrived."""
         group = self.scheduler.group
         assert group is not None
         self._take_leap(group, 1, self._repeats(group))
         self._joining, self._due = self._due, self._joining
 
     def _join(self) -> bool:
-        """The known step is one that others join; whoever is due joins the one after it."""
+        """Simulate the known step with the requests that join it; due requests join the one after it."""
         self._add(self._joining)
         stepped = self._step_beside(sure=True)
         assert stepped, "they could join when that was decided"
@@ -149,15 +150,16 @@ class AheadSimulator(Simulator):
         return True
 
     def _glide_through_load(self) -> bool:
-        """The known step, during which an adapter is loaded that was read for one request, if that one can
-        join the step after it and all others can only wait for reads; False if it has to be decided."""
+        """Simulate the known step while an adapter is loaded that was read for one request, if that request
+        can join the step after it and all others can only wait for reads. Return False if the step has to be
+        decided."""
         scheduler, due, joins = self.scheduler, self._due, self._is_loaded
         self._is_loaded = False
         group = scheduler.group
         _, _, version, is_read = self._ends[0]
         if not is_read or self._joining or group is None or self._num_ended() > 1:
             return False
-        repeats = self._repeats(group)  # who joins the step makes it no shorter
+        repeats = self._repeats(group)  # requests that join the step make it no shorter
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
         if load_s > repeats.first_s or self._bus_free_s > self.now_s:
             return False
@@ -181,12 +183,12 @@ class AheadSimulator(Simulator):
         return True
 
     def _num_ended(self) -> int:
-        """Return how many reads and loads have ended that the next decision must know of."""
+        """Return how many reads and loads have ended that the next decision must take into account."""
         return sum([end_s <= self.now_s for end_s, _, _, _ in self._ends])
 
     def _step_loaded(self) -> bool:
-        """The known step, which the request joins that waited for its adapter, if all that are due can only
-        wait for reads; False if the step after it has to be decided."""
+        """Simulate the known step, joined by the request that waited for its adapter, if all due requests can
+        only wait for reads. Return False if the step after it has to be decided."""
         if self._due and not self._let_wait(sure=True):
             return False
         stepped = self._step_beside(sure=True)
@@ -194,8 +196,8 @@ class AheadSimulator(Simulator):
         return stepped
 
     def _let_wait(self, *, sure: bool = False) -> bool:
-        """Tell whether requests that are due can only wait for reads, which begin now. `sure`: all others go
-        on, or wait for reads."""
+        """Queue the due requests if they can only wait for reads, and begin these; return False otherwise.
+        `sure`: all other requests are known to go on, or to wait for reads."""
         reads = self.scheduler.wait_beside(self._due, sure=sure)
         if reads is None:
             return False

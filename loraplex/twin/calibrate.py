@@ -1,10 +1,10 @@
-"""Fits a profile so that simulated runs come out like recorded ones.
+"""Fits a profile so that simulated runs match recorded ones.
 
-No run says what a step took. It says what all of them came to: tokens per second, the mean gap between two,
-the mean wait for the first one. So the coefficients are sought for which the simulation ends with the same:
-damped least squares on the logarithms of simulated over measured, in which a run far off counts for less than
-its square. The slope is measured by moving one coefficient at a time, and corrected after each step by what
-that step did (Broyden), as every look at it costs a simulation of every run.
+Recorded runs do not contain the time of a step, only totals: tokens per second, the mean gap between two
+tokens, the mean time to the first. So this searches for the coefficients with which the simulation has the
+same totals: damped least squares on the logarithms of simulated over measured, in which outliers count for
+less than their square. The gradient is measured by moving one coefficient at a time, and updated after each
+step from its result (Broyden), because each evaluation costs a simulation of every run.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from loraplex.twin.slot_state import Floats
 
 Run = tuple[RunSetup, Measured]
 Progress = Callable[[str, float], None]
-"""Takes what is being done, and its share of the most that there may be to do."""
+"""Called with the current phase, and the fraction done of the most work there may be."""
 
 _NUM_RUNS: Final = 32
-"""That are simulated over and over; more change little and take longer."""
+"""Runs simulated repeatedly; more change little and take longer."""
 _NUM_HELD_OUT: Final = 40
 _LEAST_RUNS: Final = 6
 _WEIGHTS: Final = np.array([2.0, 1.0, 0.25])
-"""Of output throughput, gap and first token, in which errors of 2, 4 and 16 percent count alike."""
+"""Weights of output throughput, gap and first token: errors of 2, 4 and 16 percent count the same."""
 _OUTLIER: Final = 0.3
-"""Weighted errors beyond this count in proportion, not by their square."""
+"""Weighted errors beyond this count linearly, not by their square."""
 _SLOPE_STEP: Final = 0.1
 _MAX_MOVE: Final = 0.5
 _PULL: Final = 0.02
-"""Towards the start, for coefficients that the runs say nothing of."""
+"""Strength of the pull towards the start, for coefficients that the runs do not determine."""
 _MAX_ROUNDS: Final = 3
 _LEAST_GAIN: Final = 0.15
-"""Of the loss, in a round that is followed by another. Each begins with measuring the slope."""
+"""Relative gain of a round that is followed by another. Each round begins with measuring the gradient."""
 _STEPS_PER_ROUND: Final = 8
 _LEFT_ALONE: Final = frozenset(
     {
@@ -58,7 +58,7 @@ _LEFT_ALONE: Final = frozenset(
         "scheduler.request_s",
     }
 )
-"""Coefficients that runs tell too little of to be worth their simulations; they stay as first guessed."""
+"""Coefficients that runs determine too weakly to be worth their simulations; they stay as first guessed."""
 _MAX_SPARE: Final = 0.5
 
 START: Final = SlotCosts(
@@ -78,15 +78,15 @@ START: Final = SlotCosts(
     load=AdapterLoadCost(slot_s=2e-3, slot_rank_s=10e-6, disk_s=0.3, disk_rank_s=3.5e-3),
     scheduler=SchedulerCost(request_s=1e-9, waiting_s=0.3e-6),
 )
-"""Where the search begins: the order of magnitude of a 7B model on a GPU of its time."""
+"""Start of the search: the order of magnitude of a 7B model on a GPU of its time."""
 START_CLIENT: Final = ClientLimits(latency_s=25e-3, max_open=22_000)
 START_MAX_RUNNING: Final = 950
-"""Runs with room for more never had more, whatever they were allowed."""
+"""Runs with room for more requests never had more running, whatever their limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """Coefficients by their logarithms over the start's, and how far off the runs come out with them."""
+    """Logarithms of coefficients over the start's, and the errors of the runs simulated with them."""
 
     moves_K: Floats
     errors_N3: Floats
@@ -101,7 +101,7 @@ class _Trial:
 
 
 def fit_memory(samples: Sequence[KvSample], model: str, max_running: int) -> SlotMemory:
-    """From what engines said they had; those of a model at several numbers of slots."""
+    """Fit the memory to what engines reported; runs of the model must have several numbers of slots."""
     found = [
         (each.num_slots, each.max_rank, each.kv_tokens)
         for each in samples
@@ -120,7 +120,7 @@ def calibrate(
     hardware: str,
     progress: Progress = lambda phase, done: None,
 ) -> SlotProfile:
-    """A profile of the one model that these runs are of."""
+    """Return a profile of the one model in these runs."""
     model = runs[0][0].model if runs else "the model"
     if len(runs) < _LEAST_RUNS:
         raise UserError(
@@ -148,8 +148,8 @@ def predict_all(
     setups: Sequence[RunSetup],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Predicted | None]:
-    """In their order. Compiled code lets go of the interpreter, so threads are enough. `on_done` is called in
-    this thread after each."""
+    """Return predictions in the order of `setups`. Compiled code releases the GIL, so threads are enough.
+    `on_done` is called in this thread after each."""
     found = []
     with ThreadPoolExecutor(max_workers=cpu_count()) as pool:
         for each in pool.map(lambda setup: predict_run(profile, book, setup), setups):
@@ -199,8 +199,9 @@ class _Search:
         return best
 
     def _starts(self) -> list[Floats]:
-        """What loads cost decides whether a queue that they pile up goes away again, and what admissions
-        leave of memory whether they are taken back: no slope leads from one side to the other."""
+        """Return several starting points. The cost of loads decides whether a queue behind them drains again,
+        and the spare memory at admission whether requests are preempted: no gradient leads from one side to
+        the other."""
         starts = []
         for disk, spare in product((1.0, 0.3), (1.0, 10.0)):
             moves_K = np.zeros(len(self._values_K))
@@ -259,7 +260,7 @@ class _Search:
 
 
 def _spread(runs: Sequence[Run], count: int) -> tuple[list[Run], list[Run]]:
-    """Some from the idlest to the busiest, and the rest."""
+    """Return `count` runs spread from the idlest to the busiest, and the rest."""
     ordered = sorted(runs, key=lambda run: (run[1].output_tok_s, run[0].key))
     taken = {int(place) for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))}
     chosen = [run for place, run in enumerate(ordered) if place in taken]
@@ -269,7 +270,7 @@ def _spread(runs: Sequence[Run], count: int) -> tuple[list[Run], list[Run]]:
 def _quality(
     profile: SlotProfile, book: WorkloadBook, fitted: Sequence[Run], held_out: Sequence[Run]
 ) -> dict[str, float]:
-    """SMAPE in percent and R2, of the runs fitted to and of others."""
+    """Return SMAPE in percent and R2 of the fitted runs and of held-out ones."""
     quality: dict[str, float] = {}
     for name, runs in (("fitted", fitted), ("held_out", held_out)):
         predicted = predict_all(profile, book, [setup for setup, _ in runs])

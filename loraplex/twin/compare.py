@@ -1,4 +1,4 @@
-"""A simulated run beside one of the engine itself, from the file that a benchmark wrote."""
+"""Compares a simulated run with a live one, from the file that a benchmark wrote."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loraplex.twin.scores import smape
 
 
 class LiveEngine(NamedTuple):
-    """What a file of `bench engine serve` says of its engine, whose adapters are in host memory when time
-    begins. `num_adapters`: 0 if there were none; a workload's are counted modulo theirs."""
+    """The engine that a file of `bench engine serve` describes, with adapters in host memory at the start.
+    `num_adapters`: 0 if there were none; a workload's adapter numbers are taken modulo it."""
 
     device: str
     num_adapters: int
@@ -28,7 +28,7 @@ class LiveEngine(NamedTuple):
 
 
 def engine_of(live: Any) -> LiveEngine | None:
-    """None if the file is of another kind: nothing in it tells of the engine behind a server."""
+    """Return the engine; None if the file is of another kind, without a description of the engine."""
     told = live.get("parameters") if isinstance(live, dict) else None
     if not isinstance(told, dict) or "kv_tokens" not in told:
         return None
@@ -51,7 +51,7 @@ def engine_of(live: Any) -> LiveEngine | None:
 
 
 def check_profile(profile: Profile, engine: LiveEngine) -> None:
-    """Raises UserError if it is not of such an engine."""
+    """Raise UserError if the profile is not of such an engine."""
     if isinstance(profile, SlotProfile):
         raise UserError("it is a run of our own engine, and the profile is of one with slots for adapters")
     if profile.subject.device != engine.device:
@@ -62,7 +62,7 @@ def check_profile(profile: Profile, engine: LiveEngine) -> None:
 
 
 def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
-    """Measures of a twin's run beside those of a live run's report, and their SMAPE."""
+    """Return the figures of a twin's run and of a live run's report, and their SMAPE."""
     if not isinstance(live, dict):
         raise UserError("the live result is no JSON object; give a file of `loraplex bench serve --json`")
     summary, result = outcome.summary(), live.get("result", live.get("results", live))
@@ -92,7 +92,7 @@ def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
 
 
 def _output_tok_s(outcome: Outcome) -> float:
-    """Return output tokens/s from the first arrival to the last end, as a live run's report has it."""
+    """Return output tokens/s from the first arrival to the last end, as in a live run's report."""
     served = [each for each in outcome.requests if each.is_served]
     arrivals_s = [each.request.arrival_s for each in outcome.requests]
     span_s = max((each.finish_s or 0.0 for each in served), default=0.0) - min(arrivals_s, default=0.0)

@@ -1,7 +1,7 @@
-"""KV memory of which nobody looks at the contents: blocks are counted, and have no numbers of their own.
+"""KV memory whose contents are not used: blocks are counted, and have no numbers.
 
-A twin computes nothing and its prompts have nothing in common, so that all a decision depends on is how many
-blocks are held and how many are not. Any number of them is taken or given back at once.
+A twin computes nothing and its prompts have nothing in common, so that decisions depend only on the number of
+free blocks. Any number of them is allocated or released at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loraplex.scheduling.victims import NO_BLOCKS
 
 
 class CountedPool(BlockPool):
-    """A `BlockPool` that caches nothing and whose blocks are all called 0."""
+    """A `BlockPool` without a prefix cache, whose blocks all have the number 0."""
 
     keeps_contents = False
 
@@ -67,11 +67,11 @@ class CountedPool(BlockPool):
         self._num_empty += count
 
     def last_use_of(self, blocks: Iterable[int]) -> int:
-        """Any of them may have been the last one to be released."""
+        """Return the last release of any block: any of these may have been that one."""
         return self._last_release
 
     def retract(self, count: int) -> dict[int, int]:
-        """What is in use moves in a device's memory; nothing that is known of it changes here."""
+        """Give up blocks. A device would move the contents of those in use; there are no contents here."""
         assert count <= self._num_empty
         assert count < self.num_blocks
         self.num_blocks -= count

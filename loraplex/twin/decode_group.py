@@ -1,7 +1,7 @@
-"""Running requests that do nothing but decode, taken together: many steps of all cost as little as one.
+"""Running requests that only decode, advanced together: many steps of all cost as little as one.
 
-On a virtual clock nothing is computed between two such steps, so that only their sum matters. While requests
-are in the group their own state stands still; it is brought up to date (`settle`) before anybody looks at it.
+On a virtual clock nothing is computed between two such steps, so that only their sum matters. The members'
+own state is not updated while they are in the group; `settle` brings it up to date before it is used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FOREVER: Final = 1 << 60
 
 
 class _Member(NamedTuple):
-    """Ordered by `end`, the step with which it has all its tokens. `entered`: the steps there were before it.
-    `num_needed`: blocks that it had yet to ask for then. `weight`: of its adapter."""
+    """A member, ordered by `end`, the step with which it has all its tokens. `entered`: the group's steps
+    before it joined. `num_needed`: blocks that it still needed then. `weight`: its adapter's weight."""
 
     end: int
     order: int
@@ -31,10 +31,10 @@ class _Member(NamedTuple):
 
 
 class DecodeGroup:
-    """`positions`: what the group attends to in its next step. `adapters`: how many requests are on each.
-    `weight`: of these adapters, once each; `row_weight`: of the adapters of all requests; `largest_weight`:
-    of the heaviest adapter. `num_adapter_rows`: requests that have an adapter. `num_changes`: rises whenever
-    any of this may have changed."""
+    """Decoding requests that advance together. `positions`: context positions of the group's next step.
+    `adapters`: number of requests on each. `weight`: sum of these adapters' weights; `row_weight`: sum over
+    all requests; `largest_weight`: weight of the heaviest adapter. `num_adapter_rows`: requests with an
+    adapter. `num_changes`: increases whenever any of this may have changed."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class DecodeGroup:
         max_model_len: int,
         weigh: Callable[[str], int] = lambda version: 0,
     ) -> None:
-        """Members decode, and have sampled a token. `weigh`: an adapter, as whoever times steps counts it."""
+        """Members decode, and have sampled a token. `weigh`: returns an adapter's weight, as the step times
+        count it."""
         self._pool = pool
         self._max_model_len = max_model_len
         self._weigh = weigh
@@ -63,7 +64,7 @@ class DecodeGroup:
             self.enter(sequence)
         self._max_steps = _FOREVER
         if self._num_needed > pool.num_empty and self._members:
-            # Every one of them needs a block in as many steps as a block has tokens, or sooner.
+            # Each member needs a block at least once in `block_size` steps.
             self._max_steps = max(pool.num_empty // len(self._members) - 1, 0) * pool.block_size
 
     def __len__(self) -> int:
@@ -71,13 +72,13 @@ class DecodeGroup:
 
     @property
     def steps_left(self) -> int:
-        """The steps up to the first end of a request, or until blocks may run out."""
+        """Number of steps until a request ends, or until blocks may run out."""
         if not self._members:
             return 0
         return min(self._members[0].end, self._max_steps) - self._num_steps
 
     def has_room_for(self, num_blocks: int) -> bool:
-        """Tell whether all blocks that the group will ever hold are free, and so many more."""
+        """Return whether all blocks that the group will ever need are free, and `num_blocks` more."""
         return self._max_steps == _FOREVER and self._num_needed + num_blocks <= self._pool.num_empty
 
     def enter(self, sequence: Sequence) -> None:
@@ -93,8 +94,8 @@ class DecodeGroup:
         self.positions += length
 
     def advance(self, num_steps: int, token_id: int) -> list[Sequence]:
-        """Returns those that have all their tokens with the last of these steps, but for that token: they
-        are settled, and in the group no more."""
+        """Advance all members. Return those that have all their tokens with the last step, except that token:
+        they are settled, and have left the group."""
         members = self._members
         steps = self._num_steps = self._num_steps + num_steps
         assert steps <= min(members[0].end, self._max_steps), "leaps end where requests do"
@@ -108,7 +109,7 @@ class DecodeGroup:
         return ended
 
     def settle(self, token_id: int) -> None:
-        """Bring every member up to date. The group is of no use afterwards."""
+        """Bring every member's state up to date. The group must not be used afterwards."""
         for member in self._members:
             self._catch_up(member.sequence, self._num_steps - member.entered, token_id)
 
@@ -122,14 +123,14 @@ class DecodeGroup:
             self._leave_adapter(version, member.weight)
         if self._pool.keeps_contents:
             self._catch_up(sequence, num_steps, token_id)
-            sequence.token_ids.pop()  # which is the caller's to accept
+            sequence.token_ids.pop()  # the caller accepts the last token
         else:
-            # Blocks that it never drew need not be given back.
+            # Blocks that it never allocated need not be released.
             sequence.num_computed += num_steps
             sequence.token_ids += [token_id] * (num_steps - 1)
 
     def _enter_adapter(self, version: str) -> int:
-        """Count one request more on it. Returns its weight."""
+        """Count one more request on an adapter, and return its weight."""
         weight, others = self._weigh(version), self.adapters.get(version, 0)
         self.adapters[version] = others + 1
         self.row_weight += weight
@@ -170,17 +171,17 @@ class DecodeGroup:
 
 
 def blocks_ahead(sequence: Sequence, pool: BlockPool, max_model_len: int) -> int:
-    """Blocks that it may yet ask for; its last token is computed by no step."""
+    """Return the blocks that a request may still need; its last token is never computed."""
     return max(blocks_of(sequence.request, pool, max_model_len) - len(sequence.block_ids), 0)
 
 
 def blocks_of(request: EngineRequest, pool: BlockPool, max_model_len: int) -> int:
-    """All that it may ask for."""
+    """Return all blocks that a request may need."""
     return pool.blocks_for(_last_length(request, max_model_len))
 
 
 def _last_length(request: EngineRequest, max_model_len: int) -> int:
-    """Tokens it will have in the end."""
+    """Return the tokens that a request will have at its end."""
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         return max_model_len

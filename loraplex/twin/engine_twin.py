@@ -1,4 +1,4 @@
-"""A simulated engine as a fleet drives it, whichever kind of engine it is."""
+"""The interface through which a fleet drives a simulated engine of either kind."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 
 class AdapterEvent(NamedTuple):
-    """A load to the device or a read to host memory that has begun, or an eviction from one of them."""
+    """A load to the device or a read into host memory that has begun, or an eviction from one of them."""
 
     kind: Literal["load", "read", "evict", "unstage"]
     version: str
 
 
 class EngineTwin(Protocol):
-    """One engine on a virtual clock. It is advanced to the time at which something is asked of it; the step
-    that it is in then may end later, which `now_s` says."""
+    """One engine on a virtual clock. It is advanced to the time of each call; the step in flight then may end
+    later, at `now_s`."""
 
     @property
     def now_s(self) -> float: ...
 
     def watch(self, requests: list[RequestEvent], adapters: list[AdapterEvent]) -> None:
-        """Append to these lists, from now on, what can be seen from outside."""
+        """Append externally visible events to these lists from now on."""
         ...
 
     def fetch_by(self, read_end_s: Callable[[str], float]) -> None:
-        """Ask this function, from now on, when a version is in host memory that is read now."""
+        """Set the function that returns when a version requested now is in host memory."""
         ...
 
     def is_idle(self) -> bool: ...
 
     def advance(self, until_s: float) -> None:
-        """Take all steps that begin before this time."""
+        """Simulate all steps that begin before this time."""
         ...
 
     def quiet_until_s(self) -> float:
-        """Return a time before which nothing can be seen from outside, unless a request comes."""
+        """Return a time before which nothing becomes visible from outside, unless a request arrives."""
         ...
 
     def run_to(self, until_s: float) -> float:
-        """Take all steps of which something could be seen before this time; return `quiet_until_s`."""
+        """Simulate all steps with visible results before this time; return `quiet_until_s`."""
         ...
 
     def offer(self, request: WorkloadRequest) -> RequestOutcome:
-        """Take a request that arrives now; return what will become of it."""
+        """Add a request that arrives now; return its outcome, filled in later."""
         ...
 
     def resume(self, request: WorkloadRequest, outcome: RequestOutcome) -> None:
-        """Take a request from another engine, whose prompt ends with the answer so far."""
+        """Continue a request from another engine; its prompt ends with the answer so far."""
         ...
 
     def hand_over(self, request_id: str) -> tuple[RequestOutcome, int] | None:
-        """Give up a request; return it and the tokens it was answered with here. None if it has ended."""
+        """Give up a request; return it and its number of output tokens here. None if it has ended."""
         ...
 
     def num_output(self, request_id: str) -> int | None:
-        """Return the tokens that a request was answered with here so far; None if it has ended."""
+        """Return the number of output tokens of a request here so far; None if it has ended."""
         ...
 
     def end_s(self, until_s: float) -> float:
-        """Return when a run has ended that was to end at `until_s` at the latest."""
+        """Return when a run ended that was limited to `until_s`."""
         ...
 
     def outcome(self, end_s: float) -> Outcome: ...
 
 
 class Adapters(Protocol):
-    """The adapters of engines that are all alike. `sizes`: in bytes, by number."""
+    """The adapters of identical engines. `sizes`: bytes, by number."""
 
     @property
     def sizes(self) -> Sequence[int]: ...
@@ -81,12 +81,12 @@ T = TypeVar("T", bound=EngineTwin)
 
 
 class Engines(Adapters, Protocol[T]):
-    """Makes engines that are all alike, and makes adapters known to them."""
+    """Makes identical engines, and registers adapters with them."""
 
     def make(self) -> T: ...
 
     def register(self, simulator: T, adapter: int) -> None: ...
 
     def unstage(self, simulator: T, adapter: int) -> bool:
-        """Let go the copy in the engine's host memory. Return False if it stays for now, as it is in use."""
+        """Evict the copy in the engine's host memory. Return False if it is in use and stays for now."""
         ...

@@ -1,9 +1,9 @@
-"""What steps cost, as far as it can be told without simulating anything.
+"""Estimates step costs from recorded runs without a simulation.
 
-Where every adapter has a slot of its own nothing is loaded, and a gap between two tokens is one step that
-decodes and whatever prompts were read meanwhile. How many requests run follows from throughput and gap
-(Little's law), how many adapters are among them from their rates. So the mean gaps of such runs are linear in
-the coefficients.
+Where every adapter has a slot of its own nothing is loaded, and a gap between two tokens is one decode step
+and the prompts computed meanwhile. The number of running requests follows from throughput and gap (Little's
+law), the number of adapters among them from their rates. So the mean gaps of such runs are linear in the
+coefficients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loraplex.twin.recorded_runs import Measured, RunSetup
 
 _LEAST_RUNS: Final = 15
 _LEAST_SHARE: Final = 0.1
-"""Of the usual value, for a coefficient that comes out as nothing: a search by factors could not leave it."""
+"""Smallest share of the usual value for a coefficient: the later search multiplies, and could not leave 0."""
 _DECODE: Final = (
     "base_s",
     "request_s",
@@ -36,7 +36,8 @@ _PREFILL: Final = ("base_s", "token_s", "slot_s")
 
 
 def first_guess(runs: Sequence[tuple[RunSetup, Measured]], usual: SlotCosts) -> SlotCosts:
-    """`usual`: for what these runs do not tell, and if there are too few of them."""
+    """Return the estimated costs. `usual`: costs for what these runs do not determine, or if there are too
+    few of them."""
     chosen = [run for run in runs if run[0].num_slots >= run[0].num_adapters and run[1].completed_rps]
     if len(chosen) < _LEAST_RUNS:
         return usual
@@ -55,7 +56,8 @@ def _raised(found: dict[str, float], usual: object) -> dict[str, float]:
 
 
 def _amounts(setup: RunSetup, measured: Measured) -> tuple[float, ...]:
-    """Of what is in a gap between two tokens: a step of decodes, and the prompts read until the next."""
+    """Return the amounts of work in a gap between two tokens: a decode step, and the prompts computed before
+    the next."""
     assert measured.completed_rps is not None
     running = measured.output_tok_s * measured.itl_s
     rates = np.repeat([rate for rate, _ in setup.rates], [count for _, count in setup.rates])

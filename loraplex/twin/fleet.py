@@ -1,8 +1,8 @@
 """A simulated fleet: many engines behind the fleet's own controller, on one virtual clock.
 
 Each engine is a twin of its own. It is simulated when a request is sent to it and when something becomes
-visible from outside (a first token, an end, an adapter that moves), never because a router looks: what
-routers see is kept by the controller.
+visible from outside (a first token, an end, an adapter load or eviction), never because a router looks: the
+controller keeps what routers see.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome, Timelin
 from loraplex.workload.jsonl import WorkloadRequest
 
 _TURN_S: Final = 5e-3
-"""About a step."""
+"""Seconds that one replica may be simulated ahead of the next: about one step."""
 
 
 class _Replica:
-    """One engine of the fleet. `wake_s`: nothing can be seen of it before this time. `numbers`: of the
-    requests that it was sent, in the order of the workload. `kept`: adapters whose copies it is to let go
-    and could not yet."""
+    """One engine of the fleet. `wake_s`: nothing becomes visible before this time. `numbers`: workload
+    numbers of the requests sent to it, in that order. `kept`: adapters whose copies it has to evict and could
+    not yet."""
 
     def __init__(self, engines: Engines[T]) -> None:
         simulator = engines.make()
@@ -51,12 +51,12 @@ class _Replica:
         return self.simulator.offer(request)
 
     def resume(self, number: int, request: WorkloadRequest, outcome: RequestOutcome) -> None:
-        """Go on with a request that comes from another replica."""
+        """Continue a request that comes from another replica."""
         self._prepare(number, request)
         self.simulator.resume(request, outcome)
 
     def hand_over(self, number: int) -> tuple[RequestOutcome, int] | None:
-        """Give up a request that this replica was sent; None if it has ended."""
+        """Give up a request that was sent to this replica; return None if it has ended."""
         return self.simulator.hand_over(self._request_ids[number])
 
     def num_output(self, number: int) -> int | None:
@@ -68,15 +68,15 @@ class _Replica:
         if request.adapter not in self.adapters:
             self.adapters.add(request.adapter)
             self._register(request.adapter)
-        self._request_ids[number] = str(len(self.numbers))  # another one if it comes back
+        self._request_ids[number] = str(len(self.numbers))  # a new id if it comes back
         self.numbers.append(number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaFigures:
-    """One replica's share. `num_tokens`: prompts and answers of the requests that were served.
-    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_fetches`: to its
-    host memory, from other replicas or from disk."""
+    """One replica's figures. `num_tokens`: prompt and output tokens of served requests. `num_adapters`:
+    adapters it was sent requests for. `num_loads`: loads to its device. `num_fetches`: adapters brought to
+    its host memory, from other replicas or from disk."""
 
     num_requests: int
     num_served: int
@@ -91,11 +91,11 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
-    """The outcome of all requests, in the order of their arrival, and each replica's share. `chosen`: the
-    replica of each request. `bytes_moved`: the bytes of adapters that came to a replica's host memory
-    meanwhile; None if their sizes are not known. `most_bytes_held`: the most bytes of adapters that one
-    host held or was fetching at any time; None if adapters are not shared. `num_moves`: how often requests
-    moved; each counts with the replica where it ended."""
+    """The outcome of all requests, in order of arrival, and the figures of each replica. `chosen`: the
+    replica of each request. `bytes_moved`: bytes of adapters brought to the replicas' host memory; None if
+    their sizes are not known. `most_bytes_held`: the most bytes of adapters that one host held or was
+    fetching at any time; None if adapters are not shared. `num_moves`: number of migrations; a moved request
+    counts with the replica where it ended."""
 
     all: Outcome
     chosen: Sequence[int]
@@ -105,16 +105,16 @@ class FleetOutcome:
     num_moves: int
 
     def overloaded_replicas(self, most: int = 3) -> list[tuple[int, float]]:
-        """Return the replicas at which most requests wait, with their mean number, if the fleet serves less
-        than it is asked for and falls further behind; none otherwise."""
+        """Return the replicas with the most waiting requests, with their mean number, if the fleet is
+        overloaded; otherwise none."""
         if not self.all.is_overloaded():
             return []
         waiting = [(number, each.mean_waiting) for number, each in enumerate(self.replicas)]
         return sorted(waiting, key=lambda each: -each[1])[:most]
 
     def timelines(self, num_intervals: int) -> list[Timeline]:
-        """Return the requests of each replica that run and that wait, over the same intervals. A request that
-        moved counts with the replica where it ended for all of its time."""
+        """Return the running and waiting requests of each replica over the same intervals. A request that
+        moved counts with the replica where it ended for its whole time."""
         requests: list[list[RequestOutcome]] = [[] for _ in self.replicas]
         for chosen, request in zip(self.chosen, self.all.requests, strict=True):
             requests[chosen].append(request)
@@ -133,8 +133,8 @@ class SimulatedFleet:
         *,
         tells_lengths: bool = False,
     ) -> None:
-        """`links`: between replicas; needed if and only if the controller shares adapters. `tells_lengths`:
-        the controller knows the length of every answer beforehand."""
+        """`links`: the network between replicas; given if and only if the controller shares adapters.
+        `tells_lengths`: the controller knows the length of every answer beforehand."""
         assert (links is None) != controller.shares_adapters
         self._adapters: Adapters = engines
         self._controller = controller
@@ -147,20 +147,20 @@ class SimulatedFleet:
                 replica.simulator.fetch_by(partial(self._fetch_end_s, number))
         self._outcomes: list[RequestOutcome] = []
         self._chosen: list[int] = []
-        self._answered: dict[int, int] = {}  # tokens that requests were answered with before they moved
+        self._answered: dict[int, int] = {}  # output tokens of requests before they moved
         self._bytes_moved = 0
         self._num_moves = 0
-        self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
-        self._events: list[tuple[float, int, bool, int]] = []  # a heap: when, which request, its end?, where
-        self._fetches: list[tuple[float, int, int]] = []  # a heap: when one ends, to which replica, of what
-        self._drops: list[Drop] = []  # decided in the middle of a step of their engine
+        self._wakes: list[tuple[float, int]] = []  # a heap; only entries equal to a replica's `wake_s` count
+        self._events: list[tuple[float, int, bool, int]] = []  # a heap: time, request, is it its end, replica
+        self._fetches: list[tuple[float, int, int]] = []  # a heap: end, replica, adapter
+        self._drops: list[Drop] = []  # decided while the engine was in the middle of a step
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
-        """Simulate the whole workload, or as much of it as comes before the end."""
+        """Simulate the whole workload, or the part of it that arrives before the end."""
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
-            if not self._outcomes:  # the first one, whose time may be counted from 1970
+            if not self._outcomes:  # the first one; its time may count from 1970
                 self._controller.begin(request.arrival_s)
             self._advance(request.arrival_s)
             self._send(request)
@@ -185,7 +185,7 @@ class SimulatedFleet:
         self._collect(chosen, replica.simulator.quiet_until_s())
 
     def _advance(self, now_s: float) -> None:
-        """Bring all that can be seen from outside up to this time."""
+        """Process everything visible from outside up to this time."""
         controller = self._controller
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
@@ -206,7 +206,7 @@ class SimulatedFleet:
         while wakes and wakes[0][0] < now_s:
             wake_s, chosen = heapq.heappop(wakes)
             replica = self._replicas[chosen]
-            if wake_s == replica.wake_s:  # it was sent nothing since then
+            if wake_s == replica.wake_s:  # otherwise it was sent a request since then
                 until_s = now_s if self._links is None else min(now_s, self._turn_end_s(wake_s))
                 self._collect(chosen, replica.simulator.run_to(until_s))
         while self._fetches and self._fetches[0][0] <= now_s:
@@ -215,7 +215,7 @@ class SimulatedFleet:
         while events and events[0][0] <= now_s:
             _, number, has_ended, chosen = heapq.heappop(events)
             if chosen != self._chosen[number]:
-                continue  # a first token elsewhere, while it was about to move
+                continue  # a first token at the replica it has left since
             if has_ended:
                 outcome = self._outcomes[number]
                 served = not (outcome.failed or outcome.lost)
@@ -224,13 +224,13 @@ class SimulatedFleet:
                 controller.first_token(number)
 
     def _turn_end_s(self, wake_s: float) -> float:
-        """Return how far one replica is simulated before the others where they share links: not beyond the
-        next of them by more than a step, as who asks first is served first."""
+        """Return how far one replica is simulated before the others where they share links: at most a step
+        beyond the next of them, because links serve in the order of the requests."""
         next_s = self._wakes[0][0] if self._wakes else wake_s
         return max(next_s, wake_s) + _TURN_S
 
     def _catch_up(self, now_s: float) -> None:
-        """Cut leaps of decodes short: who migrates goes with the tokens that it has now."""
+        """Cut leaps of decodes short: a request migrates with the tokens that it has now."""
         for chosen, replica in enumerate(self._replicas):
             replica.simulator.advance(now_s)
             self._collect(chosen, replica.simulator.quiet_until_s())
@@ -241,7 +241,7 @@ class SimulatedFleet:
         return None if num_output is None else self._answered.get(number, 0) + num_output
 
     def _move(self, move: Move, now_s: float) -> None:
-        """Have a request go on elsewhere, from the end of the step that it is in."""
+        """Continue a request on another replica, from the end of its current step."""
         number, source, target = move.request_id, self._replicas[move.source], self._replicas[move.target]
         assert isinstance(number, int)
         handed = source.hand_over(number)
@@ -264,7 +264,7 @@ class SimulatedFleet:
             self._collect(chosen, self._replicas[chosen].simulator.quiet_until_s())
 
     def _fetch_end_s(self, chosen: int, version: str) -> float:
-        """Return when a replica has an adapter in host memory that it asks for now."""
+        """Return when a replica has an adapter in host memory that it requests now."""
         pool, links = self._controller.pool, self._links
         assert pool is not None
         assert links is not None
@@ -288,7 +288,7 @@ class SimulatedFleet:
                 replica.kept.add(adapter)
 
     def _let_go_of_kept(self, chosen: int, replica: _Replica) -> None:
-        """Let go of copies that were in use when that was decided, and are not any more."""
+        """Evict copies that were in use when their eviction was decided, and are not any more."""
         pool, in_flight = self._controller.pool, self._controller.view.load.in_flight
         assert pool is not None
         for adapter in sorted(replica.kept):
@@ -297,7 +297,7 @@ class SimulatedFleet:
                 replica.kept.remove(adapter)
 
     def _collect(self, chosen: int, wake_s: float) -> None:
-        """Take over what a replica did, part of which may lie ahead: the step that is under way."""
+        """Process a replica's events; those of the step in flight may lie in the future."""
         replica = self._replicas[chosen]
         if self._drops:
             self._let_go(self._drops)
@@ -327,14 +327,14 @@ class SimulatedFleet:
                     replica.num_fetches += 1
                     self._bytes_moved += self._adapters.sizes[adapter]
             elif kind == "unstage":
-                if self._links is None:  # otherwise the pool says what a host holds
+                if self._links is None:  # otherwise the pool decides what a host holds
                     tiers.dropped(chosen, adapter)
             else:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()
 
     def _end_s(self) -> float:
-        """Return when the run has ended: with its last request, though plans may be made after that."""
+        """Return when the run ended: with its last request, though plans may be made after that."""
         end_s = max(replica.simulator.end_s(self._until_s) for replica in self._replicas)
         ends_s = [each.finish_s for each in self._outcomes if not each.lost]
         last_s = max((each for each in ends_s if each is not None), default=end_s)

@@ -1,4 +1,4 @@
-"""Policies beside each other: the same workloads under each of them, on all cores."""
+"""Compares policies: runs the same workloads under each of them, on all cores."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class FleetInputs:
 
 
 class PolicyRun(NamedTuple):
-    """One simulated run. `ttft_s`, `tpot_s`, `tpt_s`: 101 even quantiles over the requests that were served.
-    `overloaded`: replicas at which most requests wait, if it serves less than it is asked for."""
+    """One simulated run. `ttft_s`, `tpot_s`, `tpt_s`: 101 even quantiles over served requests. `overloaded`:
+    replicas with the most waiting requests, if the fleet is overloaded."""
 
     figures: PolicyFigures
     ttft_s: list[float]
@@ -53,10 +53,10 @@ class PolicyRun(NamedTuple):
 
 class Capacity(NamedTuple):
     """The rates that a policy sustains. `rps`: the highest rate at which the SLO holds; infinite if it holds
-    at every rate that was tried, None if it holds at none. `tried`: rates and the attainment there,
-    ascending. `trial_s`, `trial_requests`: how long the trial at `rps` was and how many requests it had, or
-    the one at the highest rate that was tried. It should last for `least_s` and have `least_requests`, and
-    `is_short` or `has_few` if that would take too many requests."""
+    at every rate tried, None if at none. `tried`: rates and the attainment there, ascending. `trial_s`,
+    `trial_requests`: duration and number of requests of the trial at `rps`, or else at the highest rate
+    tried. A trial should last for `least_s` and have `least_requests`; it `is_short` or `has_few` where that
+    would take too many requests."""
 
     rps: float | None
     tried: list[tuple[float, float]]
@@ -114,8 +114,8 @@ def compare_policies(
 def capacities(
     inputs: FleetInputs, policies: Sequence[Policy], attainment: float, progress: Report
 ) -> dict[str, Capacity]:
-    """Return the highest rate of each policy at which so many requests attain the SLO. Raises UserError if
-    there is no such rate for any of them."""
+    """Return the highest rate of each policy at which the share `attainment` of requests attains the SLO.
+    Raises UserError if there is no such rate for any of them."""
     inputs = with_points(inputs, policies, progress)
     found: dict[str, Capacity] = {}
     with worker_pool(len(policies), _take_inputs, (inputs,)) as pool:

@@ -1,4 +1,4 @@
-"""The engines of a simulated fleet, and what its policies are told of them, by the kind of their profile."""
+"""The engines of a simulated fleet, and what its policies know about them, by the kind of profile."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _UNBOUNDED: Final = 1 << 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetEngines:
-    """`pads`: kernels compute with the largest rank for all. `host_bytes`, `device_bytes`: for adapters on
-    each replica, None if there is no such limit. `knows_sizes`: sizes of adapters are not just all alike."""
+    """Engines and their properties. `pads`: kernels compute every adapter with the largest rank.
+    `host_bytes`, `device_bytes`: memory for adapters on each replica, None without such a limit.
+    `knows_sizes`: whether the sizes of adapters are known."""
 
     engines: Engines[Any]
     adapters: AdapterTable
@@ -47,9 +48,9 @@ def fleet_engines(
     adapter_bytes: int | None = None,
     cost_form: CostForm = CostForm.STEPS,
 ) -> FleetEngines:
-    """Return engines for requests of so many tokens at most. `adapter_bytes`: of each adapter, for engines
-    with slots, whose profile does not say it. `cost_form`: of the costs that policies are told; steps are
-    always those of the profile."""
+    """Return engines for requests of at most `longest` tokens. `adapter_bytes`: size of each adapter, for
+    engines with slots, whose profile does not contain it. `cost_form`: form of the costs that policies use;
+    simulated steps always take the profile's times."""
     if isinstance(profile, SlotProfile):
         found = _with_slots(profile, options, longest, link, adapter_bytes)
     else:
@@ -62,7 +63,7 @@ def fleet_engines(
 def _ours(profile: CostModel, options: ReplayOptions, longest: int, link: LinkSpeed | None) -> FleetEngines:
     host_bytes = options.host_memory
     if link is not None:
-        # What a host holds is the pool's to say: the engine's own cache of it must not say otherwise.
+        # The pool decides what a host holds: the limit of the engine's own host tier must not interfere.
         options = replace(options, host_memory=_UNBOUNDED)
     engines = OwnEngines(profile, options, longest=longest)
     memory = profile.memory
@@ -108,7 +109,7 @@ def _with_slots(
 
 
 class _ModelMoves:
-    """Loads of adapters by the cost model: over a link, or from a file that the page cache holds."""
+    """Load times of adapters by the cost model: over a link, or from a file in the page cache."""
 
     def __init__(self, model: CostModel, num_bytes: Sequence[int], link: LinkSpeed | None) -> None:
         self._model = model
@@ -123,7 +124,7 @@ class _ModelMoves:
 
 
 class _SlotMoves:
-    """Loads of adapters into slots: over a link, or from disk as the profile has it."""
+    """Load times of adapters into slots: over a link, or from disk as in the profile."""
 
     def __init__(
         self, cost: AdapterLoadCost, ranks: Sequence[int], num_bytes: Sequence[int], link: LinkSpeed | None

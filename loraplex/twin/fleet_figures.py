@@ -1,4 +1,4 @@
-"""What a policy comes to, in the few figures that policies are compared by."""
+"""The figures that policies are compared by."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from loraplex.twin.slo import Slo
 class PolicyFigures:
     """One run, or the mean of several.
 
-    `attainment`: the share of requests that attain the SLO, without `num_undecided` that the end of the run
-    interrupted while they were within it; None if there are no others. `tpot_mean_s`: seconds per token
-    after the first. `tpt_mean_s`: seconds per token, from arrival to end. `busiest_over_mean`: by tokens
-    served. `bytes_moved`: of adapters, to the hosts of replicas; None if their sizes are not known. Figures
-    of requests are None if none was served.
+    `attainment`: share of requests that attain the SLO, without the `num_undecided` that the end of the run
+    interrupted while they were within it; None if there are no others. `tpot_mean_s`: seconds per token after
+    the first. `tpt_mean_s`: seconds per token, from arrival to end. `busiest_over_mean`: ratio of tokens
+    served. `bytes_moved`: bytes of adapters copied to the replicas' hosts; None if their sizes are not known.
+    Figures of requests are None if none was served.
     """
 
     attainment: float | None
@@ -35,7 +35,7 @@ class PolicyFigures:
 
 NAMES: Final = tuple(field.name for field in fields(PolicyFigures))
 _STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Two-sided 95% quantiles with 1, 2, ... degrees of freedom; beyond, the last, which is on the safe side."""
+"""Two-sided 95% quantiles with 1, 2, ... degrees of freedom; beyond, the last one, which overestimates."""
 
 
 def figures_of(outcome: FleetOutcome, slo: Slo) -> PolicyFigures:
@@ -57,7 +57,7 @@ def figures_of(outcome: FleetOutcome, slo: Slo) -> PolicyFigures:
 
 
 def mean_of(runs: Sequence[PolicyFigures]) -> PolicyFigures:
-    """Return the mean of each figure, over the runs that have it."""
+    """Return the mean of each figure over the runs that have it."""
     means = {name: _mean([getattr(each, name) for each in runs]) for name in NAMES}
     return PolicyFigures(**means)  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ def interval_of(runs: Sequence[PolicyFigures]) -> dict[str, float]:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Return half the width of the mean's 95% confidence interval; None of a single value."""
+    """Return half the width of the mean's 95% confidence interval; None for a single value."""
     if len(values) < 2:
         return None
     factor = _STUDENT[min(len(values), len(_STUDENT) + 1) - 2]

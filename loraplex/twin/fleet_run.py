@@ -1,4 +1,4 @@
-"""A workload on a simulated fleet, under a policy by its name."""
+"""Runs a workload on a simulated fleet, under a policy given by name."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from loraplex.workload.jsonl import WorkloadRequest
 _NUM_ALONE: Final = 100
 _NUM_REPORTS: Final = 100
 _SHUFFLE_S: Final = 10.0
-"""Requests that come within so many seconds of each other are exchanged to make another workload like it."""
+"""Requests that arrive within this many seconds are exchanged to make a similar workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOptions:
-    """The fleet that is simulated under any policy. `slo`: how long requests may take, of which routers see
-    the time per token. `points`: tokens/s that a replica sustains, by rank; None to find them when a
-    placement asks. `link`: the network over which replicas fetch adapters from each other's host memory; None
-    if each reads them from its disk. `adapter_bytes`: the size of each adapter, for engines with slots, whose
-    profile does not say it. `cost_form`: what policies predict steps by. `warm`: the fleet has served before,
-    and its first plan goes by what is asked for in the first minute."""
+    """The simulated fleet, the same under every policy. `slo`: limits on requests' times, of which routers
+    see the time per token. `points`: tokens/s that a replica sustains, by rank; None to find them when a
+    placement needs them. `link`: the network over which replicas copy adapters from each other's host memory;
+    None if each reads them from its disk. `adapter_bytes`: size of each adapter, for engines with slots,
+    whose profile does not contain it. `cost_form`: form of the costs that policies use. `warm`: the fleet has
+    served before, and its first plan uses the demand of the first minute."""
 
     num_replicas: int
     replay: ReplayOptions
@@ -67,10 +67,10 @@ class FleetOptions:
 
 
 class FleetRuns:
-    """One workload on one kind of fleet, to be run under any number of policies."""
+    """One workload on one fleet, to be run under any number of policies."""
 
     def __init__(self, profile: Profile, workload: Sequence[WorkloadRequest], options: FleetOptions) -> None:
-        """Raises UserError for what no fleet could run."""
+        """Raises UserError if no fleet could run the workload."""
         if options.num_replicas < 1:
             raise UserError(f"a fleet has at least one replica, not {options.num_replicas}")
         check_workload(workload, options.replay)
@@ -87,7 +87,7 @@ class FleetRuns:
             cost_form=options.cost_form,
         )
         self._points = options.points
-        # Where adapters come from disk, a host only caches them, and need not hold those it is to serve.
+        # If adapters come from disk, a host only caches them, and need not hold all that it serves.
         self._host_bytes = None if options.link is None else self._has.host_bytes
         self._check_hosts()
 
@@ -114,8 +114,8 @@ class FleetRuns:
     def run(
         self, policy: Policy, seed: int = 0, report: Callable[[float], None] | None = None
     ) -> FleetOutcome:
-        """Simulate the workload, or for another seed than 0 one that is like it. `report`: called now and
-        then with the share of the requests that have come."""
+        """Simulate the workload, or with a seed other than 0 a similar one. `report`: called occasionally
+        with the share of the requests that have arrived."""
         with paused_collector():
             return self._run(policy, seed, report)
 
@@ -185,8 +185,8 @@ class FleetRuns:
 
 
 def shuffled(workload: Sequence[WorkloadRequest], seed: int) -> Sequence[WorkloadRequest]:
-    """Return a workload like this one: requests that come within ten seconds change places. Bursts, drift and
-    popularity stay. Seed 0 is the workload itself."""
+    """Return a similar workload, in which requests that arrive within ten seconds change places. Bursts,
+    drift and popularity stay. Seed 0 is the workload itself."""
     if seed == 0:
         return workload
     rng = random.Random(seed)
@@ -215,7 +215,7 @@ def _reported(
 
 
 def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
-    """Return the same requests, so many times as fast from the first arrival on."""
+    """Return the same requests, `factor` times as fast from the first arrival on."""
     first_s = workload[0].arrival_s
     return [replace(each, arrival_s=first_s + (each.arrival_s - first_s) / factor) for each in workload]
 
@@ -229,8 +229,8 @@ class BaseTimes(NamedTuple):
 
 
 def base_times(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> BaseTimes:
-    """Return the times of requests that the base model serves one at a time on an idle engine: the yardstick
-    of an SLO such as 1.5x."""
+    """Return the times of requests served one at a time by the base model on an idle engine: the reference of
+    an SLO such as 1.5x."""
     rng = random.Random(0)
     alone = replace(options, num_adapters=0, until_s=math.inf)
     chosen = rng.sample(workload, min(len(workload), _NUM_ALONE))

@@ -1,4 +1,4 @@
-"""The demand of a workload that is known beforehand, for the oracle's planner."""
+"""The future demand of a known workload, for the oracle's planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loraplex.core.arrays import FloatArray
 from loraplex.workload.jsonl import WorkloadRequest
 
 AHEAD_S: Final = 60.0
-"""How far an oracle sees."""
+"""Seconds that an oracle sees ahead."""
 
 
 class Foresight:
@@ -24,7 +24,7 @@ class Foresight:
         self._num_adapters = num_adapters
 
     def demand(self, now_s: float) -> FloatArray:
-        """Return the tokens/s, prompts and answers, that each adapter is asked for in the next minute."""
+        """Return the prompt and output tokens/s requested of each adapter in the next minute."""
         first, last = np.searchsorted(self._arrival_s, (now_s, now_s + AHEAD_S)).tolist()
         asked = slice(first, last)
         tokens = np.bincount(self._adapters[asked], self._tokens[asked], minlength=self._num_adapters)

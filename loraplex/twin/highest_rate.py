@@ -1,4 +1,4 @@
-"""The highest rate at which something holds, found by bisection."""
+"""Finds by bisection the highest rate at which a condition holds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TOLERANCE: Final = 0.02
 def highest_rate(
     holds: Callable[[float], bool], first: float, tolerance: float = TOLERANCE, factor: float = 2.0
 ) -> float | None:
-    """Return the highest rate at which `holds` is true, but for `tolerance` of it.
+    """Return the highest rate at which `holds` is true, to within `tolerance` of it.
 
-    `first`: where to begin; `factor`: between rates until one holds and one does not. `holds` is taken to be
-    true below that rate and false above it. None if it holds at no rate, however low; infinite if it holds at
-    every rate that is tried.
+    `first`: rate to begin with. `factor`: ratio of the rates tried until one holds and one does not. `holds`
+    is assumed to be true below the result and false above it. Returns None if it holds at no rate tried, and
+    infinity if it holds at every one.
     """
     low, high = (first, math.inf) if holds(first) else (0.0, first)
     for _ in range(_MOST_RATES):

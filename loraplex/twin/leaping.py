@@ -1,7 +1,7 @@
-"""The scheduler for a clock that is not of this world: what it decides, many steps at a time.
+"""The scheduler on a virtual clock, which can decide many steps at a time.
 
-Every decision is the scheduler's own. What is added: those who do nothing but decode are taken together
-for as long as nobody has to look at them.
+Every decision is the scheduler's own. What is added: requests that only decode are advanced together, as long
+as nothing needs their individual state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from loraplex.scheduling.sequence import Sequence
 from loraplex.twin.decode_group import DecodeGroup, blocks_ahead, blocks_of
 
 ANY_TOKEN: Final = 1
-"""Where tokens are made up: the one that is sampled."""
+"""The token that is sampled in simulations."""
 
 
 class LeapingScheduler(Scheduler):
-    """Requests are expected to say how long they are: no token ends them."""
+    """A scheduler for requests of known length: no stop token ends them."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class LeapingScheduler(Scheduler):
         costs: DriftWatch | None = None,
         weigh: Callable[[str], int] = lambda version: 0,
     ) -> None:
-        """`weigh`: an adapter, as whoever times steps counts it."""
+        """`weigh`: returns an adapter's weight, as the step times count it."""
         super().__init__(config, memory, costs)
         self._weigh = weigh
         self._group: DecodeGroup | None = None
@@ -43,14 +43,14 @@ class LeapingScheduler(Scheduler):
 
     @property
     def group(self) -> DecodeGroup | None:
-        """All that run, if they do nothing but decode."""
+        """All running requests, if they only decode."""
         if self._group is None and not self._under_way and all(map(_decodes, self._running)):
             self._group = DecodeGroup(self._running, self._pool, self._config.max_model_len, self._weigh)
         return self._group
 
     def is_settling(self) -> bool:
-        """Tell whether all that run after the steps under way will do nothing but decode, nobody waits but
-        for reads, and whatever memory they will ever need is there."""
+        """Return whether, after the steps in flight, all running requests only decode, all waiting ones wait
+        for reads, and all memory that the running ones will need is free."""
         if self._table.serving.num_loading > 0 or not self._all_is_quiet(under_way=True):
             return False
         if not self._pins.only_reads(self._waiting):
@@ -63,14 +63,14 @@ class LeapingScheduler(Scheduler):
     # ---- the group alone
 
     def leap_length(self) -> int:
-        """Return for how many steps from now the group goes on as it is; the last of these may end some. 0:
-        the next step has to be decided."""
+        """Return the number of steps for which the group stays as it is; the last of them may end some
+        requests. 0: the next step has to be decided."""
         group = self.group if self._can_leap() else None
         return 0 if group is None else group.steps_left
 
     def leap(self, num_steps: int) -> list[TokenUpdate]:
-        """Do what so many calls of `schedule` and `update` do, with a token each time that ends nobody.
-        Returns how requests ended, which is with the last of these steps."""
+        """Do what `num_steps` calls of `schedule` and `update` do, with tokens that are no stop tokens.
+        Return the updates of requests that end, which is with the last step."""
         assert self._group is not None
         ended = self._group.advance(num_steps, ANY_TOKEN)
         if not ended:
@@ -84,21 +84,22 @@ class LeapingScheduler(Scheduler):
             return self._all_is_quiet()
         if self._table.serving.num_loading > 0 or not self._all_is_quiet():
             return False
-        # Those for whom a step of decodes had no place have none before one of these ends.
+        # Waiting requests that did not fit a step of decodes do not fit before one of these ends.
         shares = self._memory.shared or self._config.work.position_cost > 0
         return (self._is_settled and not shares) or self._pins.only_reads(self._waiting)
 
     def _all_is_quiet(self, *, under_way: bool = False) -> bool:
-        """Tell whether nothing is done that no request asked for. `under_way`: steps may be."""
+        """Return whether nothing is pending except the work of requests. `under_way`: allow steps in
+        flight."""
         if (self._under_way and not under_way) or self._failures or self._config.loads_popular:
             return False
         return not self.adapters.has_work()
 
-    # ---- others beside it
+    # ---- requests that join the group
 
     def go_beside(self, requests: Many[EngineRequest]) -> bool:
-        """Tell whether requests that are not known yet could join the group with their whole prompts in one
-        step and go on with it, if those who end meanwhile gave nothing back."""
+        """Return whether these new requests could join the group with their whole prompts in one step and
+        stay in it, even if requests that end meanwhile freed nothing."""
         group, limit = self.group, self._config.max_model_len
         if group is None or self._waiting or not self._all_is_quiet():
             return False
@@ -108,23 +109,23 @@ class LeapingScheduler(Scheduler):
         return group.has_room_for(sum([blocks_of(request, self._pool, limit) for request in requests]))
 
     def start_beside(self, *, sure: bool = False) -> list[Chunk] | None:
-        """All who wait join the next step of the group with their whole prompts, which are returned; None if
-        the step is not so easily decided. `sure`: `go_beside` or `may_load_beside` said that it is; whoever
-        waits for a read goes on waiting."""
+        """Let all waiting requests join the next step of the group with their whole prompts, and return their
+        chunks; None if the step has to be decided by `schedule`. `sure`: `go_beside` or `may_load_beside` has
+        allowed it; requests that wait for a read keep waiting."""
         group, waiting = self.group, self._waiting
         if group is None or not waiting or not (sure or self._may_join_all(group)):
             return None
         chunks: list[Chunk] = []
         first = len(self._running)
         self.adapters.bring_in(waiting, self._running)
-        # Found to be enough for all of them, whatever it is exactly.
+        # The budget was found to be enough for all of them.
         self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])))
         assert not waiting.has_candidates, "whoever does not wait for a read was found to have a place"
         self._joining = list(zip(self._running[first:], chunks, strict=True))
         return chunks
 
     def end_beside(self) -> list[TokenUpdate]:
-        """Account for the step; of the group, how requests ended."""
+        """Account for the step; return the updates of those that joined, and of group members that ended."""
         group, joining = self._group, self._joining
         assert group is not None
         updates = self.leap(1) if len(group) > 0 else []
@@ -140,9 +141,9 @@ class LeapingScheduler(Scheduler):
     def wait_beside(
         self, requests: Many[EngineRequest], *, sure: bool = False
     ) -> tuple[AdapterRead, ...] | None:
-        """Queue requests that can do nothing but wait until their adapters are read to the host's memory:
-        the group goes on meanwhile. Returns reads that are to begin; None if it is not so with all of them,
-        and nothing is queued. `sure`: the group goes on, with one who joins it in the next step."""
+        """Queue requests that can only wait until their adapters are read into host memory, while the group
+        goes on. Return the reads to begin; None if this is not so for all of them, and nothing is queued.
+        `sure`: the group is known to go on, with one request that joins it in the next step."""
         if not (sure or self._can_leap()) or not self._await_reads(requests):
             return None
         for request in requests:
@@ -151,10 +152,11 @@ class LeapingScheduler(Scheduler):
         return self._pins.reads.take()
 
     def may_load_beside(self, version: str, step_s: float, due: Many[EngineRequest]) -> bool:
-        """Tell of a version that has just been read whether the one request that waits for it could join the
-        step after the next one of the group, which takes so long at least, and its adapter be there by then;
-        with room for all, so that nothing has to make way. Of those that wait, whoever has its adapter joins
-        the next step. All others wait for reads, also those that are `due`, which are not known yet."""
+        """Return whether the one request that waits for a version, which has just been read, could join the
+        step after the group's next one: its adapter is loaded by then, as the next step takes at least
+        `step_s`, and there is room for all without evicting or moving anything. A waiting request whose
+        adapter is resident joins the next step. All others wait for reads, also the `due` ones, which are not
+        queued yet."""
         group, waiting = self.group, self._waiting.on_version(version)
         if group is None or len(waiting) != 1 or group.steps_left < 2:
             return False
@@ -173,7 +175,7 @@ class LeapingScheduler(Scheduler):
         return group.has_room_for(num_blocks) and self._pins.starts.is_there_after(step_s, num_bytes)
 
     def load_beside(self, version: str, due: Many[EngineRequest]) -> tuple[AdapterRead, ...]:
-        """It was read, it is loaded, and it is there; those that are due wait. Returns reads that are to
+        """Record that a version was read and loaded, and queue the `due` requests. Return the reads to
         begin."""
         self.adapter_read(version)
         for request in due:
@@ -185,7 +187,7 @@ class LeapingScheduler(Scheduler):
         return self._pins.reads.take()
 
     def _await_reads(self, requests: Many[EngineRequest]) -> bool:
-        """Tell whether requests that are not known yet can do nothing before their adapters were read."""
+        """Return whether these new requests can do nothing before their adapters are read."""
         if self.adapters.cold_start is ColdStart.ON_DEMAND:
             return False
         return all(self._awaits_read(request.adapter) for request in requests)
@@ -197,7 +199,7 @@ class LeapingScheduler(Scheduler):
 
     def _may_join_all(self, group: DecodeGroup) -> bool:
         waiting, limit = self._waiting, self._config.max_model_len
-        if self._are_too_many(len(waiting)):  # of a long queue, nobody is looked at
+        if self._are_too_many(len(waiting)):  # do not iterate over a long queue
             return False
         num_tokens = sum([len(sequence.token_ids) for sequence in waiting])
         return (
@@ -213,7 +215,7 @@ class LeapingScheduler(Scheduler):
         versions: Iterable[str | None],
         joining: Many[Sequence] = (),
     ) -> bool:
-        """Tell whether all of these find what they need, memory for tokens apart. `joining`: requests that
+        """Return whether all of these have what they need, apart from KV memory. `joining`: requests that
         will run by then."""
         config, table, num_running = self._config, self._table, len(self._running) + len(joining)
         if config.prompts_first or config.max_adapters is not None:
@@ -222,7 +224,7 @@ class LeapingScheduler(Scheduler):
             return False
         work, positions = config.work, 0 if self._group is None else self._group.positions + num_running
         positions += sum([len(each.token_ids) for each in joining])
-        # As one prompt they would take no less.
+        # Separate prompts cost no more than one prompt of the same length.
         if work.cost(0, num_tokens) > work.prefill_budget(num_running + work.position_cost * positions):
             return False
         return all(version is None or version in table.serving.resident for version in versions)
@@ -232,7 +234,7 @@ class LeapingScheduler(Scheduler):
         return num_waiting > config.prefetch_depth or num_waiting + len(self._running) > config.max_running
 
     def _dissolve_group(self) -> None:
-        """Before anybody looks at those that are in it."""
+        """Bring the group's members up to date and dissolve it, before their individual state is used."""
         if self._group is None:
             return
         self._group.settle(ANY_TOKEN)
@@ -240,7 +242,7 @@ class LeapingScheduler(Scheduler):
             self._publish(sequence, sequence.num_computed)
         self._group = None
 
-    # ---- who looks at them one by one
+    # ---- methods that use requests' individual state
 
     def schedule(self) -> StepPlan:
         self._dissolve_group()
@@ -268,6 +270,6 @@ class LeapingScheduler(Scheduler):
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Tell whether it decodes; the step that finishes a prompt also samples its first token, and is not
-    one."""
+    """Return whether a request decodes; the step that finishes a prompt also samples its first token, and
+    does not count."""
     return sequence.num_remaining == 1 and sequence.num_unknown == 0 and sequence.num_output > 0

@@ -1,4 +1,4 @@
-"""The network between replicas: each has one link, which copies take one by one in each direction."""
+"""The network between replicas: each has one link, which transfers one copy at a time in each direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loraplex.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSpeed:
-    """Bytes per second of a replica's link, and seconds until the first byte is there."""
+    """Bytes per second of a replica's link, and seconds until the first byte arrives."""
 
     bytes_per_s: float
     latency_s: float = 20e-6
@@ -37,7 +37,7 @@ class Links:
         self._receives_until_s = [0.0] * num_replicas
 
     def free_at_s(self, replica: int) -> float:
-        """Return when a replica has sent all that it was asked for."""
+        """Return when a replica has sent everything requested of it."""
         return self._sends_until_s[replica]
 
     def copy(self, *, source: int, target: int, num_bytes: int, now_s: float) -> float:

@@ -1,7 +1,7 @@
-"""How many tokens per second one replica sustains of each rank alone, found in the twin.
+"""Finds the tokens per second that one replica sustains with adapters of one rank, by simulation.
 
-The operating points that LoRAServe's placement divides work by: the highest rate of requests, of the lengths
-that the workload has, at which the P95 of the time to the first token stays within the objective.
+These are the operating points by which LoRAServe's placement divides work: the highest request rate, with the
+workload's lengths, at which the P95 of TTFT stays within the objective.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.workload.jsonl import WorkloadRequest
 
 TTFT_S: Final = 10.0
-"""LoRAServe's objective for the P95 of the time to the first token."""
+"""LoRAServe's objective for the P95 of TTFT."""
 _DURATION_S: Final = 60.0
-"""How long requests come in each run. A queue that only grows is within ten seconds for a while, so that all
-points come out some per cent high, alike for all ranks; a placement takes their proportions."""
+"""Seconds of arrivals in each run. A growing queue stays within ten seconds for a while, so all points are a
+few percent too high, equally for all ranks; placements use only their ratios."""
 _NUM_ADAPTERS: Final = 8
 _TOLERANCE: Final = 0.05
 _ANY: Final = 2.0
 _NEXT_RANK: Final = 1.1
-"""Factors between rates that are tried: where nothing is known, and from the point of the rank below, which
-is expected to be near."""
+"""Factors between the rates tried: without prior knowledge, and starting from the point of the rank below,
+which is expected to be close."""
 
 
 def operating_points(
@@ -40,12 +40,12 @@ def operating_points(
     ttft_s: float = TTFT_S,
     report: Callable[[int], object] = lambda rank: None,
 ) -> dict[int, float]:
-    """Return tokens/s, of prompts and answers, by rank. `report`: is told each rank before its turn."""
+    """Return prompt and output tokens/s by rank. `report`: called with each rank before it is measured."""
     tokens = sum(each.prompt_tokens + each.output_tokens for each in workload) / len(workload)
     points: dict[int, float] = {}
     guess, factor = 10.0, _ANY
     few = replace(options, num_adapters=_NUM_ADAPTERS, staged=True, until_s=math.inf)
-    if not isinstance(profile, CostModel):  # slots are as they are, whichever adapters are in them
+    if not isinstance(profile, CostModel):  # slots cost the same whichever adapters are in them
         few = replace(few, num_slots=options.num_slots or options.num_adapters, slot_rank=max(options.ranks))
     for rank in sorted(set(options.ranks)):
         report(rank)
@@ -69,7 +69,7 @@ def operating_points(
 
 
 def _at_rate(workload: Sequence[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
-    """Poisson arrivals of requests that are drawn from the workload, on a few adapters in turn."""
+    """Return Poisson arrivals of requests drawn from the workload, on a few adapters in turn."""
     rng, now_s, number = random.Random(0), 0.0, 0
     requests: list[WorkloadRequest] = []
     while (now_s := now_s + rng.expovariate(rate)) < _DURATION_S or not requests:

@@ -1,4 +1,4 @@
-"""What became of a simulated workload: each request, and all of them in a few figures."""
+"""The outcome of a simulated workload: each request, and summary figures."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from loraplex.workload.jsonl import WorkloadRequest
 Floats = npt.NDArray[np.float64]
 
 STARVED_BELOW: Final = 0.9
-"""Of what is asked for: a run that serves less is starved."""
+"""Share of the offered tokens: a run that serves less is starved."""
 _GROWS_ABOVE: Final = 1.2
-"""The queue grows if it is so many times as long as it was."""
+"""Ratio of queue lengths above which the queue counts as growing."""
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Seconds on the run's clock; None: that did not happen. `lost`: its client had no connection left, and
-    the engine never heard of it."""
+    """Times in seconds on the run's clock; None if it did not happen. `lost`: its client had no connection
+    left, and the engine never received it."""
 
     request: WorkloadRequest
     first_token_s: float | None = None
@@ -44,12 +44,12 @@ class RequestOutcome:
 
     @property
     def is_unfinished(self) -> bool:
-        """It still ran or waited when the run ended."""
+        """Return whether it was still running or waiting when the run ended."""
         return self.finish_s is None and not self.lost
 
     def at_best(self, now_s: float) -> RequestOutcome:
-        """Return the outcome if all tokens that an unfinished request lacks came now: the shortest times
-        that it can still have."""
+        """Return the outcome if all missing tokens of an unfinished request came now: the shortest times that
+        it can still have."""
         first_s = now_s if self.first_token_s is None else self.first_token_s
         return replace(self, first_token_s=first_s, finish_s=now_s)
 
@@ -75,13 +75,13 @@ class RequestOutcome:
 
 
 Gaps = tuple[float, float, int, int]
-"""Between tokens of the same requests: the seconds of the first of some steps that follow each other, how
-much longer each is than the one before it, how many steps these are, and how many tokens came with each that
-were not a request's first."""
+"""Gaps between tokens of the same requests in consecutive steps: seconds of the first step, seconds that each
+takes more than the one before, number of steps, and number of tokens per step that were not a request's
+first."""
 
 
 class RequestEvent(NamedTuple):
-    """A request's first token, or its end. `reason`: None while it goes on."""
+    """A request's first token, or its end. `reason`: None if it goes on."""
 
     at_s: float
     request_id: str
@@ -89,23 +89,23 @@ class RequestEvent(NamedTuple):
 
 
 class Recorder:
-    """Takes notes while a workload runs."""
+    """Records outcomes while a workload runs."""
 
     def __init__(self) -> None:
         self.requests: list[RequestOutcome] = []
         self._open: dict[str, RequestOutcome] = {}
-        self._resumed: set[str] = set()  # came with a part of their answer, and have no token from here yet
-        self._left: set[int] = set()  # by identity: those that went on elsewhere
+        self._resumed: set[str] = set()  # arrived with a part of their answer, no token from here yet
+        self._left: set[int] = set()  # by identity: requests that continue on another engine
         self._gaps: list[Gaps] = []
         self._last_s = 0.0
         self.num_steps = 0
-        self.events: list[RequestEvent] | None = None  # kept if a list is put here
+        self.events: list[RequestEvent] | None = None  # if a list is set here, events are appended to it
         self.running_s = 0.0
         self.waiting_s = 0.0
 
     def arrived(self, request_id: str, request: WorkloadRequest) -> RequestOutcome:
         if self._open:
-            # Up to the end of the last step it was not counted, or will be from then on: put right.
+            # Correct for the time between the arrival and the end of the last step, in either direction.
             self.waiting_s += self._last_s - request.arrival_s
         else:
             self._last_s = request.arrival_s
@@ -114,16 +114,16 @@ class Recorder:
         return outcome
 
     def left(self, request_id: str) -> RequestOutcome:
-        """A request goes on elsewhere: it is not this run's any more."""
+        """Remove a request that continues on another engine."""
         outcome = self._open.pop(request_id)
         self._left.add(id(outcome))
         self._resumed.discard(request_id)
         return outcome
 
     def resumed(self, request_id: str, outcome: RequestOutcome, now_s: float) -> None:
-        """A request comes from elsewhere, and may have a part of its answer."""
+        """Add a request that comes from another engine, possibly with a part of its answer."""
         if self._open:
-            self.waiting_s += self._last_s - now_s  # as for one that arrives
+            self.waiting_s += self._last_s - now_s  # as in `arrived`
         else:
             self._last_s = now_s
         self._open[request_id] = outcome
@@ -135,8 +135,8 @@ class Recorder:
             self._resumed.add(request_id)
 
     def updated(self, updates: Iterable[TokenUpdate], now_s: float) -> int:
-        """Each of these requests has a token more, or has ended, or both. Returns how many tokens were the
-        first of theirs."""
+        """Record that each of these requests has one more token, or has ended, or both. Return how many
+        tokens were first tokens."""
         num_first = 0
         for update in updates:
             outcome, reason = self._open[update.request_id], update.finish_reason
@@ -150,14 +150,14 @@ class Recorder:
                 num_first += 1
             if self._resumed and update.request_id in self._resumed:
                 self._resumed.remove(update.request_id)
-                is_first = True  # for whoever counts who runs here
+                is_first = True  # observers count it as running from now on
             if self.events is not None and (is_first or reason is not None):
                 self.events.append(RequestEvent(now_s, update.request_id, reason))
         return num_first
 
     def passed(self, now_s: float, num_running: int) -> float:
-        """It has come to be now, and so many requests were in steps meanwhile; all others that are there
-        waited. Returns the seconds."""
+        """Advance the clock to `now_s`: `num_running` requests were in steps meanwhile, all others waited.
+        Return the seconds passed."""
         passed_s, self._last_s = now_s - self._last_s, now_s
         self.running_s += passed_s * num_running
         self.waiting_s += passed_s * (len(self._open) - num_running)
@@ -166,8 +166,8 @@ class Recorder:
     def stepped(
         self, now_s: float, updates: Iterable[TokenUpdate], num_running: int, num_tokens: int
     ) -> None:
-        """A step of so many requests has ended, and brought so many tokens. `updates`: of all at least that
-        have their first one now or have ended."""
+        """Record a step of `num_running` requests that ended and produced `num_tokens`. `updates`: at least
+        those of requests that have their first token now or have ended."""
         passed_s = self.passed(now_s, num_running)
         self._gaps.append((passed_s, 0.0, 1, num_tokens - self.updated(updates, now_s)))
         self.num_steps += 1
@@ -175,7 +175,8 @@ class Recorder:
     def leapt(
         self, now_s: float, ended: Sequence[TokenUpdate], num_running: int, num_steps: int, took: Repeats
     ) -> None:
-        """The same requests have decoded in so many steps; `ended`: with the last of them."""
+        """Record that the same requests decoded for `num_steps` steps; `ended`: requests that ended with the
+        last one."""
         self.passed(now_s, num_running)
         first_s, growth_s, once_s = took
         if once_s == 0.0:
@@ -204,7 +205,8 @@ class Recorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Numbers of requests, each the mean over an interval; `at_s` are the middles of the intervals."""
+    """Numbers of running and waiting requests, as means over intervals; `at_s`: the middles of the
+    intervals."""
 
     interval_s: float
     at_s: Sequence[float]
@@ -213,8 +215,8 @@ class Timeline:
 
 
 class SloCounts(NamedTuple):
-    """Requests by what became of the SLO. `num_undecided`: the end of the run interrupted them while they
-    were within every limit."""
+    """Numbers of requests by SLO result. `num_undecided`: requests that the end of the run interrupted while
+    they were within every limit."""
 
     num_attained: int
     num_missed: int
@@ -222,15 +224,15 @@ class SloCounts(NamedTuple):
 
     @property
     def attainment(self) -> float | None:
-        """The share of those that are decided; None if there are none."""
+        """Share of the decided requests that attain the SLO; None if there are none."""
         num_decided = self.num_attained + self.num_missed
         return self.num_attained / num_decided if num_decided else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """`num_loads`: of adapters to the device. `gaps`: between tokens, in the order of time; where a request
-    was preempted in between, only the step counts that brought the later token."""
+    """The outcome of a run. `num_loads`: adapter loads to the device. `gaps`: gaps between tokens in time
+    order; if a request was preempted in between, only the step with the later token counts."""
 
     requests: Sequence[RequestOutcome]
     duration_s: float
@@ -242,19 +244,19 @@ class Outcome:
     gaps: Sequence[Gaps]
 
     def timeline(self, num_intervals: int = 200) -> Timeline:
-        """Requests that run and that wait, as means over intervals of equal length. A request waits up to its
-        first token, unless it fails before that."""
+        """Return the numbers of running and waiting requests as means over intervals of equal length. A
+        request waits up to its first token, unless it fails before that."""
         known = [each for each in self.requests if not each.lost]
         begun = [each for each in known if each.first_token_s is not None]
         edges_s = np.linspace(0.0, self.duration_s, num_intervals + 1)
         interval_s = self.duration_s / num_intervals
 
         def mean_by_then(moments: Iterable[float | None]) -> Floats:
-            """Return how many of the moments were past, on the mean over each interval."""
+            """Return how many of the moments had passed, as the mean over each interval."""
             happened_s = np.sort(_seconds(each for each in moments if each is not None))
             count = np.searchsorted(happened_s, edges_s, "right")
             sums_s = np.concatenate([[0.0], np.cumsum(happened_s)])
-            past_s = count * edges_s - sums_s[count]  # each moment's time since then, summed
+            past_s = count * edges_s - sums_s[count]  # seconds since each moment, summed
             means: Floats = np.diff(past_s) / (interval_s or 1.0)
             return means
 
@@ -265,14 +267,15 @@ class Outcome:
         return Timeline(
             interval_s=interval_s,
             at_s=((edges_s[:-1] + edges_s[1:]) / 2).tolist(),
-            # Rounded: differences of large sums are off by what a float64 cannot hold.
+            # Rounded: differences of large sums have rounding errors.
             running=(began - ended).round(6).tolist(),
             waiting=(came - began - gave_up).round(6).tolist(),
         )
 
     def summary(self) -> dict[str, Any]:
-        """Seconds, and tokens per second. First tokens, tokens and gaps between them are of all requests that
-        have begun; what is of whole answers (`itl_mean_s`, `tpt_s`, `e2e_s`) of those that were served."""
+        """Return figures in seconds and tokens per second. First tokens, tokens and gaps between them are of
+        all requests that have begun; figures of whole answers (`itl_mean_s`, `tpt_s`, `e2e_s`) are of served
+        requests."""
         begun = [each for each in self.requests if each.first_token_s is not None]
         served = [each for each in begun if each.is_served]
         arrivals_s = _seconds(each.request.arrival_s for each in served)
@@ -307,19 +310,19 @@ class Outcome:
         }
 
     def tpot_percentiles(self) -> dict[str, float] | None:
-        """Return mean and percentiles of the seconds per token after the first, of requests that were served
-        and have such a token; None if there are none."""
+        """Return mean and percentiles of seconds per token after the first, over served requests with such a
+        token; None if there are none."""
         return _percentiles(_seconds(s for each in self.requests if (s := each.tpot_s) is not None))
 
     def is_overloaded(self) -> bool:
-        """Tell whether less is served than 90% of what is asked for, and requests are lost or the queue still
-        grows when the last ones come. A queue that a burst or the first loads of adapters made, and that
-        shrinks by then, is no overload."""
+        """Return whether less than 90% of the offered tokens are served, and requests are lost or the queue
+        still grows when the last ones arrive. A queue due to a burst or to the first loads of adapters that
+        shrinks by then is no overload."""
         return self._is_starved() and (any(each.lost for each in self.requests) or self._queue_grows())
 
     def _queue_grows(self) -> bool:
-        """Compare the mean queue over the last third of the arrivals with the third before it: if it grows
-        steadily they are as 5 to 3."""
+        """Return whether the mean queue over the last third of the arrivals is longer than over the third
+        before it: with steady growth their ratio is 5 to 3."""
         known = [each for each in self.requests if not each.lost]
         arrivals_s = np.sort(_seconds(each.request.arrival_s for each in known))
         ends_s = (each.finish_s if each.first_token_s is None else each.first_token_s for each in known)
@@ -330,28 +333,27 @@ class Outcome:
         return float(waiting[-third:].mean()) > _GROWS_ABOVE * float(before.mean() if before.size else 0.0)
 
     def slo_attainment(self, slo: Slo) -> float:
-        """Return the share of requests that attain the SLO (`slo_counts`); if none is decided, none was
-        missed."""
+        """Return the share of requests that attain the SLO (`slo_counts`); 1 if none is decided."""
         attainment = self.slo_counts(slo).attainment
         return 1.0 if attainment is None else attainment
 
     def slo_counts(self, slo: Slo) -> SloCounts:
         """Count the requests that attain the SLO and those that miss it. Requests that were lost or failed
-        miss it, and so do unfinished ones that have exceeded a limit by the end of the run, whatever would
-        have become of them. Of the other unfinished ones nothing is known."""
+        miss it, and so do unfinished ones that have exceeded a limit by the end of the run. Other unfinished
+        ones are undecided."""
         num_attained = sum(map(slo.is_attained, self.requests))
         unfinished = (each.at_best(self.duration_s) for each in self.requests if each.is_unfinished)
         num_undecided = sum(map(slo.is_attained, unfinished))
         return SloCounts(num_attained, len(self.requests) - num_attained - num_undecided, num_undecided)
 
     def ttft_p99_by_adapter(self) -> dict[int, float]:
-        """The 99th percentile of the seconds to the first token, by adapter, of requests that have begun."""
+        """Return the 99th percentile of TTFT by adapter, over requests that have begun."""
         begun = [each for each in self.requests if each.first_token_s is not None]
         waits_s = _seconds(each.ttft_s for each in begun)
         adapters = np.array([each.request.adapter for each in begun], np.int64)
         order = np.lexsort((waits_s, adapters))
         found, first, number = np.unique(adapters[order], return_index=True, return_counts=True)
-        # As np.percentile has it, for all adapters at once: one call for each takes seconds for a fleet's.
+        # As np.percentile, but for all adapters at once: one call for each takes seconds for a fleet.
         place = 0.99 * (number - 1)
         low = place.astype(np.int64)
         sorted_s = waits_s[order]
@@ -367,10 +369,10 @@ class Outcome:
         return sum(each.num_tokens for each in self.requests)
 
     def _is_starved(self) -> bool:
-        """Tell whether less is served than 90% of what is asked for, by tokens over time: those of requests
-        that had their first one, up to the last of these moments. How long answers take after that, and how
-        long a first token takes at the least, is no matter of being late. Nor is a run in which nobody waits
-        for as long as the quickest answer takes."""
+        """Return whether less than 90% of the offered tokens are served, by rate: tokens of requests that
+        have begun, up to the last first token. The time that answers take after that, and the shortest time
+        to a first token, do not count as delay. A run is not starved either if every request has begun and
+        none waited as long as the quickest answer took."""
         begun = [(s, each) for each in self.requests if (s := each.first_token_s) is not None]
         if not begun:
             return bool(self.requests) and self._offered_s >= self.duration_s
@@ -396,7 +398,7 @@ def _percentiles(samples: Floats) -> dict[str, float] | None:
 
 
 def _gap_percentiles(gaps: Sequence[Gaps]) -> dict[str, float] | None:
-    """Over tokens: a step counts as often as tokens came with it."""
+    """Return mean and percentiles over tokens: a step is weighted by its tokens."""
     if not any(num_tokens for *_, num_tokens in gaps):
         return None
     table = np.array(gaps, np.float64)

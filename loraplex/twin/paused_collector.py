@@ -1,4 +1,4 @@
-"""A pause of Python's garbage collector while a simulation runs."""
+"""Pauses Python's garbage collector while a simulation runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Collect no garbage inside, and what was made inside when that has ended.
+    """Disable garbage collection inside the context, and collect the objects made inside afterwards.
 
-    A simulation keeps many objects and makes no cycles while it runs: looking through them again and again
-    takes a sixth of its time and frees nothing. Its engines are cycles themselves, and are freed afterwards.
+    A simulation keeps many objects and makes no cycles while it runs: traversing them again and again takes a
+    sixth of its time and frees nothing. Its engines are cycles themselves, and are freed afterwards.
     """
     if not gc.isenabled():
         yield

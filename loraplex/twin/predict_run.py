@@ -1,4 +1,4 @@
-"""A recorded run's figures, predicted from its setup by a profile of its engine."""
+"""Predicts a recorded run's figures from its setup and a profile of its engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Tokens per second; seconds. `ttft_s`: of the requests that completed. `ttft_all_s`: of all that were
-    sent, see `scores.ttft_of_all`."""
+    """Predicted figures: tokens per second, and seconds. `ttft_s`: of completed requests. `ttft_all_s`: of
+    all requests sent, see `scores.ttft_of_all`."""
 
     input_tok_s: float
     output_tok_s: float
@@ -42,7 +42,8 @@ def predict_run(
     setup: RunSetup,
     drawn: tuple[Requests, AdapterMix] | None = None,
 ) -> Predicted | None:
-    """None if the slots leave no memory to run in. `drawn`: the requests, if they have been drawn already."""
+    """Return the predicted figures; None if the slots leave no memory to run in. `drawn`: the requests, if
+    they were drawn already."""
     kv_tokens = profile.memory.predict(num_slots=setup.num_slots, max_rank=setup.max_rank)
     requests, mix = drawn or book.requests(setup)
     num_blocks = kv_tokens // BLOCK_SIZE

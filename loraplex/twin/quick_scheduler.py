@@ -1,8 +1,8 @@
-"""Decided steps of a simulated engine that is full, without an object for every token.
+"""Decides the steps of a busy simulated engine without an object for every token.
 
-Where a hundred requests decode in every step, nearly all of a simulation's time went to their chunks, which
-nobody looks at: a twin needs their number, their positions and their adapters. The decisions are the
-scheduler's own; a test takes the same steps by both.
+With a hundred requests decoding in every step, nearly all of a simulation's time went to their chunks, which
+are not used individually: a twin needs their number, their positions and their adapters. The decisions are
+the scheduler's own; a test compares both.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _adapter = attrgetter("adapter")
 
 
 class StepChunks(Many[Chunk]):
-    """The chunks of a step. Those of prompts are there; those of one token are made when somebody looks at
-    them. `decoding`: whose these are. `starts`: where each begins. `sampling`: all that a token comes of, in
-    the order in which they run."""
+    """The chunks of a step. Chunks of prompts are stored; chunks of one token are created on access.
+    `decoding`: their sequences. `starts`: their starts. `sampling`: all sequences that sample a token, in
+    running order."""
 
     __slots__ = ("decoding", "prompts", "sampling", "starts")
 
@@ -51,7 +51,7 @@ class StepChunks(Many[Chunk]):
 
     @property
     def versions(self) -> set[str | None]:
-        """The adapters of all chunks, with None for the base model alone."""
+        """The adapters of all chunks, with None for the base model."""
         return {*map(_adapter, self.decoding), *map(_adapter, self.prompts)}
 
     def features(self, adapter_bytes: Callable[[str], int]) -> StepFeatures:
@@ -86,16 +86,16 @@ class StepChunks(Many[Chunk]):
 
 
 class QuickScheduler(TwinScheduler):
-    """For engines that read prompts beside decodes and whose memory keeps no contents."""
+    """For engines that compute prompts beside decodes, with memory that has no prefix cache."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         assert not self._config.prompts_first
         assert not self._pool.keeps_contents
-        self._sampling: deque[list[Sequence]] = deque()  # of the steps under way
+        self._sampling: deque[list[Sequence]] = deque()  # of the steps in flight
 
     def schedule(self) -> StepPlan:
-        """Decide what `Scheduler.schedule` decides."""
+        """Decide the same as `Scheduler.schedule`."""
         self._dissolve_group()
         preempted: list[Sequence] = []
         num_running = len(self._running)
@@ -125,8 +125,8 @@ class QuickScheduler(TwinScheduler):
         self._under_way = kept
 
     def _step_of_running(self, preempted: list[Sequence]) -> tuple[StepChunks, float]:
-        """Do what `_schedule_running` does. Tokens of decodes are counted on at once: nobody who is asked in
-        this step depends on them, and who is preempted comes behind those that were asked."""
+        """Do what `_schedule_running` does. Decodes are counted as computed at once: no decision in this step
+        depends on them, and requests that are preempted come after those already processed."""
         work, limit, block_size = self._config.work, self._config.max_model_len, self._pool.block_size
         running, position_cost = list(self._running), work.position_cost
         budget = work.prefill_budget(
@@ -169,8 +169,8 @@ class QuickScheduler(TwinScheduler):
         return step, budget
 
     def _admit_to(self, step: StepChunks, budget: float) -> None:
-        """Let those who wait join the step."""
-        # Whether to wait for an adapter on its way is weighed against all that the step computes.
+        """Admit waiting requests to the step."""
+        # Whether a request may join while its adapter loads depends on all that the step computes.
         chunks = [*step] if self._table.serving.num_loading > 0 else []
         num_running, num_known = len(self._running), len(chunks)
         self._admit(chunks, budget)
@@ -178,7 +178,7 @@ class QuickScheduler(TwinScheduler):
             self._count_on(step, sequence, chunk)
 
     def _count_on(self, step: StepChunks, sequence: Sequence, chunk: Chunk) -> None:
-        """Have the step compute a part of a prompt."""
+        """Add a part of a prompt to the step, and count it as computed."""
         step.prompts.append(chunk)
         sequence.num_computed = chunk.end
         if chunk.samples:
@@ -188,11 +188,11 @@ class QuickScheduler(TwinScheduler):
     def _plan_of(self, step: StepChunks, preempted: Many[Sequence]) -> StepPlan:
         if step:
             self._sampling.append(step.sampling)
-        chunks = cast("tuple[Chunk, ...]", step)  # as good as one: it is looked at and not changed
+        chunks = cast("tuple[Chunk, ...]", step)  # used like a tuple: read and never changed
         return self._decided(chunks, step.versions, [], preempted)
 
 
 def _has_all(sequence: Sequence, length: int, max_model_len: int) -> bool:
-    """Tell whether the tokens under way are the last ones, as `Sequence.needs_no_more` does."""
+    """Return whether the tokens in flight are the last ones, as `Sequence.needs_no_more` does."""
     max_tokens = sequence.request.params.max_tokens
     return length >= max_model_len or (max_tokens is not None and length >= sequence.num_prompt + max_tokens)

@@ -1,7 +1,7 @@
-"""Recorded runs of an engine with slots (CSV, one run a line): what was asked of it apart from what came out.
+"""Recorded runs of an engine with slots (CSV, one run per line): inputs apart from measurements.
 
-A prediction is made from a `RunSetup` alone; what was measured is kept in another object, so that nothing of
-it can slip into a prediction.
+A prediction is made from a `RunSetup` alone; measurements are kept in another object, so that they cannot
+leak into a prediction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loraplex.workload.text_files import read_lines
 _DEFAULT_DURATION_S: Final = 3600.0
 _DEFAULT_MAX_RUNNING: Final = 2048
 _KEY_FOLDER: Final = "digital_twin_modelling/real_results/"
-"""One of the files names runs by their place below this folder, the other in full."""
+"""One of the files names runs by their path below this folder, the other by the full path."""
 _NEEDED: Final = (
     "model",
     "num_adapters",
@@ -34,18 +34,19 @@ _NEEDED: Final = (
 _MEASURED: Final = ("status", "input_tok_s", "output_tok_s", "itl_mean_ms", "ttft_mean_ms")
 
 _SENT: Final = "dt_arrivals"
-"""How many requests were sent: the authors' twin, whose column it is, draws the same ones as their client."""
+"""Column with the number of requests sent: the authors' twin, which wrote it, draws the same ones as their
+client."""
 
 
 class RunsError(UserError):
-    """A file of runs that cannot be used; the message names file, line and column."""
+    """A file of runs cannot be used; the message names file, line and column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSetup:
-    """What was asked of the engine. `rates`: (requests per second of each, how many adapters), slowest first.
-    `ranks`: what adapters' ranks were drawn from. `dataset`: where lengths came from, None if that is not
-    said."""
+    """The inputs of a run. `rates`: (requests per second of each, number of adapters), slowest first.
+    `ranks`: the ranks that adapters' ranks were drawn from. `dataset`: source of the lengths, None if not
+    given."""
 
     key: str
     model: str
@@ -68,8 +69,8 @@ class RunSetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What came out. Tokens and requests per second; seconds. `ttft_s`: of the requests that completed;
-    `ttft_all_s`: of all that were sent, see `scores.ttft_of_all`. None: not in the file."""
+    """The measurements of a run: tokens and requests per second, and seconds. `ttft_s`: of completed
+    requests; `ttft_all_s`: of all requests sent, see `scores.ttft_of_all`. None: not in the file."""
 
     input_tok_s: float
     output_tok_s: float
@@ -86,8 +87,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvSample:
-    """KV tokens that an engine of these slots said it had; it keeps room for the activations of `max_running`
-    requests too. `key`: of the run that it served."""
+    """The KV tokens that an engine with these slots reported; it also reserves memory for the activations of
+    `max_running` requests. `key`: key of the run that it served."""
 
     key: str
     model: str
@@ -99,8 +100,8 @@ class KvSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunsFile:
-    """`setups`: runs that say at which rates requests came, each with a key of its own; `num_others`: lines
-    that do not. `measured`: by the setup's key, of runs that ended well."""
+    """The runs of a file. `setups`: runs with request rates, each with a unique key; `num_others`: number of
+    lines without. `measured`: by the setup's key, for runs that succeeded."""
 
     setups: tuple[RunSetup, ...]
     measured: Mapping[str, Measured]
@@ -109,7 +110,7 @@ class RunsFile:
 
 
 def read_runs(path: Path) -> RunsFile:
-    """Every line of a CSV file, packed (.gz) or not."""
+    """Read every line of a CSV file, compressed (.gz) or not."""
     setups: list[RunSetup] = []
     measured: dict[str, Measured] = {}
     kv_samples: list[KvSample] = []
@@ -258,7 +259,7 @@ def _count(column: str, text: str) -> int:
 
 
 def without(runs: RunsFile, keys: Sequence[str]) -> RunsFile:
-    """As if the runs of these keys had never been recorded: not even what memory they had is left."""
+    """Return the file without the runs of these keys, including their memory sizes."""
     gone = set(keys)
     return RunsFile(
         setups=tuple(setup for setup in runs.setups if setup.key not in gone),

@@ -1,4 +1,4 @@
-"""A workload file on a profiled engine: one question, whichever kind of engine the profile is of."""
+"""Replays a workload file on a profiled engine of either kind."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _MAX_RUNNING: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """How a workload is simulated on one engine.
+    """Options of a simulation on one engine.
 
-    `ranks`: the adapters' ranks, one after the other, over and over. `until_s`: when the simulation ends.
-    `staged`: adapters are in the host's memory when time begins.
+    `ranks`: the adapters' ranks, repeated cyclically. `until_s`: when the simulation ends. `staged`: adapters
+    are in host memory at the start.
 
-    For an engine with slots, `num_slots` and `slot_rank` say how many it has and of which rank; None for as
-    many as there are adapters, and for the largest of their ranks.
+    For an engine with slots, `num_slots` and `slot_rank` are the number of slots and the rank they hold; None
+    for the number of adapters, and for the largest of their ranks.
 
     For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
-    rank; without both it is what adapters on `modules` take by the profile. `work`: the most that a step
-    does; None for the profile's. `cold_start`: None for what an engine does on the profile's device.
+    rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
+    profile's. `cold_start`: None for the default of the profile's device.
     """
 
     num_adapters: int
@@ -64,9 +64,9 @@ class ReplayOptions:
 
 
 def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:
-    """Raises what no twin could run, with the request that asks for it."""
+    """Raise an error that names the request if no twin could run the workload."""
     for number, request in enumerate(workload, start=1):
-        if request.adapter >= max(options.num_adapters, 1):  # with none, all are for the base model
+        if request.adapter >= max(options.num_adapters, 1):  # without adapters, all are for the base model
             raise UserError(
                 f"request {number} of the workload is on adapter {request.adapter}; there are "
                 f"{options.num_adapters}, counted from 0; give more --adapters"
@@ -74,7 +74,7 @@ def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) 
 
 
 def check_options(profile: Profile, options: ReplayOptions) -> None:
-    """Raises UserError for one that has no effect on this kind of engine."""
+    """Raise UserError for an option that has no effect on this kind of engine."""
     if isinstance(profile, CostModel):
         if options.num_slots is not None:
             raise UserError("the profile is of an engine without slots; leave --slots out")
@@ -109,8 +109,8 @@ def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: R
 
 
 def from_first_arrival(workload: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
-    """Return the same requests, the first of which arrives at 0. Times may count from any moment, such as
-    1970, and the seconds before the first request are no part of a run."""
+    """Return the same requests with the first arrival at 0. Times may count from any moment, such as 1970,
+    and the time before the first request is not part of a run."""
     first_s = workload[0].arrival_s if workload else 0.0
     if first_s == 0.0:
         return list(workload)
@@ -118,17 +118,17 @@ def from_first_arrival(workload: Sequence[WorkloadRequest]) -> list[WorkloadRequ
 
 
 def longest_of(workload: Iterable[WorkloadRequest]) -> int:
-    """Return the tokens of the longest request."""
+    """Return the prompt and output tokens of the longest request."""
     return max((each.prompt_tokens + each.output_tokens for each in workload), default=1)
 
 
 class OwnEngines:
-    """Twins of our own engine, any number of them, all alike. `ranks`, `sizes` (in bytes): of the adapters,
-    by number. `kv_tokens`: room for requests while there is no adapter."""
+    """Makes identical twins of our own engine. `ranks`, `sizes` (in bytes): of the adapters, by number.
+    `kv_tokens`: KV memory while there is no adapter."""
 
     def __init__(self, profile: CostModel, options: ReplayOptions, *, longest: int) -> None:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run, and
-        ProfileError if the profile says nothing of memory."""
+        ProfileError if the profile has no memory sizes."""
         self._profile = profile
         self._options = options
         if profile.memory is None:
@@ -168,7 +168,7 @@ class OwnEngines:
             )
 
     def make(self, times: StepTimes | None = None) -> Simulator:
-        """One that knows no adapter yet. `times`: others than the profile's."""
+        """Return a simulator without adapters. `times`: step times, instead of the profile's."""
         return self._kind(
             config=self._config,
             memory=self._memory(),
@@ -185,7 +185,7 @@ class OwnEngines:
         simulator.scheduler.adapters.add(version, self.adapter_bytes[version])
 
     def unstage(self, simulator: Simulator, adapter: int) -> bool:
-        """The copy in the engine's host memory is let go, unless the device copies it just now."""
+        """Evict the copy in the engine's host memory; return False if the device is copying it."""
         version = self._versions[adapter]
         simulator.scheduler.adapters.unstage(version)
         return not simulator.is_staged(version)
@@ -200,7 +200,7 @@ class OwnEngines:
 
     @property
     def rank_bytes(self) -> float:
-        """The bytes of a unit of rank; the mean where all adapters are said to be equally large."""
+        """Bytes per unit of rank; the mean if all adapters are given the same size."""
         options = self._options
         if options.rank_bytes is not None:
             return options.rank_bytes

@@ -1,8 +1,8 @@
-"""The requests of a recorded run, as far as they can be known without having seen it.
+"""The requests of a recorded run, as far as they can be known from other runs.
 
 The recorded runs' client drew arrivals and prompts from a fixed seed: all runs with the same adapters and
-rates were sent the same requests, whatever the engine was set to. How many these were, and how long, can
-therefore be learnt from other runs; where there is none, from the rates and from what is usual.
+rates were sent the same requests, whatever the engine's settings. The number and length of these can
+therefore be learnt from other runs; where there is none, from the rates and from usual values.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from loraplex.twin.recorded_runs import Measured, RunSetup
 from loraplex.twin.slot_state import Floats, Ints, Requests
 
 _MAX_WAITING: Final = 5.0
-"""A run in which more wait, on average, may not have served all it was asked."""
+"""Mean number of waiting requests above which a run may not have served all requests."""
 _PROMPT_SPREAD: Final = 0.9
 _OUTPUT_SPREAD: Final = 0.75
 """Standard deviation over mean of ShareGPT's lengths. Assumed: the lengths are not in the records."""
 _MIN_TOKENS: Final = 4
 _MAX_TOKENS: Final = 1500
 _FIXED_LENGTHS: Final = "dummy"
-"""How the names of datasets begin whose requests are all alike."""
+"""Prefix of the names of datasets whose requests all have the same length."""
 
 
 class Lengths(NamedTuple):
@@ -38,14 +38,14 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterMix:
-    """By adapter: its rank, its place in the order in which the engine goes through a batch."""
+    """The rank of each adapter, and its position in the order in which the engine processes a batch."""
 
     ranks: Floats
     order: Ints
 
 
 class WorkloadBook:
-    """What other runs tell of the requests of a run."""
+    """Statistics of recorded runs, from which the requests of another run are drawn."""
 
     def __init__(self, runs: Sequence[tuple[RunSetup, Measured]]) -> None:
         self._rps: dict[object, list[float]] = {}
@@ -64,8 +64,8 @@ class WorkloadBook:
             self._lengths.setdefault((setup.model, setup.rates, setup.duration_s), []).append(lengths)
 
     def lengths(self, setup: RunSetup) -> Lengths:
-        """Of the same requests if they are known, else what is usual with this model: in runs as long as this
-        one if there are any, else in all."""
+        """Return the lengths of the same requests if they are known, otherwise the usual ones of this model:
+        of runs with the same duration if there are any, otherwise of all."""
         known = (
             self._lengths.get((setup.model, setup.rates, setup.duration_s))
             or self._lengths.get((setup.model, setup.duration_s))
@@ -85,11 +85,12 @@ class WorkloadBook:
         return max(round(rps * setup.duration_s), 1)
 
     def offered_tok_s(self, setup: RunSetup) -> float:
-        """Prompt and output tokens per second of all that was asked for."""
+        """Return the prompt and output tokens per second of all requests sent."""
         return self.num_requests(setup) / setup.duration_s * sum(self.lengths(setup))
 
     def requests(self, setup: RunSetup) -> tuple[Requests, AdapterMix]:
-        """The same for the same rates, and other than the true ones: drawn by their statistics."""
+        """Return requests drawn by their statistics: the same for the same rates, but not the recorded
+        ones."""
         key = f"{setup.model} {setup.rates} {setup.duration_s}"
         rng = np.random.default_rng(zlib.crc32(key.encode()))
         rates = np.repeat([rate for rate, _ in setup.rates], [count for _, count in setup.rates])
@@ -98,7 +99,7 @@ class WorkloadBook:
         prompt, output = self.lengths(setup)
         fixed = setup.dataset is not None and setup.dataset.startswith(_FIXED_LENGTHS)
         requests = Requests(
-            # Given their number, the arrivals of a Poisson process are spread evenly.
+            # Given their number, the arrivals of a Poisson process are uniformly distributed.
             arrival_s=np.sort(rng.random(count)) * setup.duration_s,
             prompt_tokens=_lengths(rng, prompt, 0.0 if fixed else _PROMPT_SPREAD, count),
             output_tokens=_lengths(rng, output, 0.0 if fixed else _OUTPUT_SPREAD, count),
@@ -109,7 +110,7 @@ class WorkloadBook:
 
 
 def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int) -> Ints:
-    """Whole numbers of this mean."""
+    """Return whole numbers with this mean."""
     if spread == 0.0:
         return np.full(count, max(round(mean), 1), np.int64)
     shape = 1 / spread**2

@@ -1,7 +1,8 @@
-"""How far predictions are from what was measured.
+"""Errors of predictions against measurements.
 
-There are two SMAPEs in use: ours divides by the mean of both values and ends at 200%, that of the authors of
-the recorded runs divides by their sum and ends at 100%. Figures are comparable only in one of the units.
+Two definitions of SMAPE are in use: ours divides by the mean of both values and has a maximum of 200%, that
+of the authors of the recorded runs divides by their sum and has a maximum of 100%. Only figures of the same
+definition are comparable.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def ttft_of_all(ttft_s: float, *, num_completed: float, num_sent: float, duratio
 
 
 def macro_f1(pairs: Sequence[tuple[bool, bool]]) -> float:
-    """Of (predicted, measured): the mean of both classes' F1. A class that neither side has counts as 1."""
+    """Return the mean F1 of both classes over (predicted, measured). A class that neither side has counts as
+    1."""
     assert pairs, "nothing to compare"
     return (_f1(pairs, True) + _f1(pairs, False)) / 2
 

@@ -1,8 +1,8 @@
-"""The production scheduler on a virtual clock, with a modelled executor in the device's place.
+"""The production scheduler on a virtual clock, with a modelled executor in place of the device.
 
-It goes the way of `engine.core.Engine.step`: loads that ended, decide, start loads, compute, tell. Where many
-steps to come do nothing but decode the same requests, they are taken in one leap, up to the next arrival,
-the next end of a load, or the end of one of these requests: the same steps, at the same times.
+It follows `engine.core.Engine.step`: collect ended loads, decide, start loads, compute, update. Where many
+steps in a row only decode the same requests, they are simulated in one leap, up to the next arrival, the next
+end of a load, or the end of one of these requests: the same steps, at the same times.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 
 class Simulator:
-    """One engine. `adapters`: the versions of a workload's adapters, by their numbers. `now_s`: where it has
-    come to. `num_loads`: of adapters, that were begun. `num_offered`: requests that came."""
+    """One engine. `adapters`: versions of the workload's adapters, by number. `now_s`: current virtual time.
+    `num_loads`: adapter loads begun. `num_offered`: requests that arrived."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Simulator:
         costs: DriftWatch | None = None,
         leaps: bool = True,
     ) -> None:
-        """`leaps`: False to take every step by itself, for tests."""
+        """`leaps`: False to simulate every step by itself, for tests."""
         is_plain = config.prompts_first or memory.pool.keeps_contents or not leaps
         self.scheduler = (TwinScheduler if is_plain else QuickScheduler)(config, memory, costs, times.weigh)
         self.recorder = Recorder()
@@ -57,20 +57,20 @@ class Simulator:
         self._order = count()
         self.num_loads = 0
         self.num_offered = 0
-        self._ends: list[tuple[float, int, str, bool]] = []  # of loads, and of reads (True)
-        self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
+        self._ends: list[tuple[float, int, str, bool]] = []  # ends of loads, and of reads (True)
+        self._coming: dict[str, tuple[float, float]] = {}  # loads in flight: when they begin and end
         self._repeats_of: tuple[DecodeGroup | None, int, int] = (None, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
-        # `quiet_until_s`, until a step is taken or a request comes or goes, and the leap that it is based on.
+        # Cached result of `quiet_until_s`, valid until the next step or request, and the leap it is based on.
         self._quiet_s: float | None = None
         self._found_leap: tuple[DecodeGroup, int] | None = None
-        self.plans: list[StepPlan] | None = None  # kept if a list is put here
+        self.plans: list[StepPlan] | None = None  # if a list is set here, plans are appended to it
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
-        # When a version that is asked for now is in host memory; an owner may say where it comes from.
+        # Returns when a version requested now is in host memory; the owner may replace it.
         self.read_end_s: Callable[[str], float] = self._disk_end_s
 
     def bring_in_all(self) -> None:
-        """Every adapter is there from now on; or, of an engine that loads within its steps, seems to be."""
+        """Make every adapter resident at once; for an engine that loads within its steps, only apparently."""
         table = self._memory.table
         for version in self._adapters:
             table.enter(version)
@@ -79,7 +79,7 @@ class Simulator:
             table.leave(version, pinned=True)
 
     def stage_all(self) -> None:
-        """Adapters are in the host's memory when time begins, as far as there is room."""
+        """Put adapters into host memory at the start, as far as there is room."""
         for version in self._adapters:
             self.scheduler.adapters.stage_ahead(version)
         while self.scheduler.adapters.has_work():
@@ -87,7 +87,7 @@ class Simulator:
                 self.scheduler.adapter_read(read.version)
 
     def run(self, workload: Iterable[WorkloadRequest], until_s: float = math.inf) -> Outcome:
-        """All of it, or as far as it comes by then."""
+        """Run the whole workload, or the part of it before `until_s`."""
         for request in workload:
             if request.arrival_s >= until_s:
                 break
@@ -104,29 +104,29 @@ class Simulator:
         return self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
 
     def end_s(self, until_s: float) -> float:
-        """Return when a run has ended that was to end at `until_s` at the latest."""
+        """Return when a run ended that was limited to `until_s`."""
         return self.now_s if until_s == math.inf else until_s
 
-    # ---- who looks from outside
+    # ---- observers
 
     def watch(self, requests: list[RequestEvent], adapters: list[AdapterEvent]) -> None:
-        """Append to these lists, from now on, what can be seen from outside."""
+        """Append externally visible events to these lists from now on."""
         self.recorder.events, self.adapter_events = requests, adapters
 
     def fetch_by(self, read_end_s: Callable[[str], float]) -> None:
-        """Ask this function, from now on, when a version is in host memory that is read now."""
+        """Set the function that returns when a version requested now is in host memory."""
         self.read_end_s = read_end_s
 
-    # ---- what comes
+    # ---- progress and requests
 
     def advance(self, until_s: float) -> None:
-        """All steps that begin before this time; the last one may end after it."""
+        """Simulate all steps that begin before this time; the last one may end after it."""
         while self.now_s < until_s and not self.is_idle():
             self._go_on(until_s)
 
     def quiet_until_s(self) -> float:
-        """Return a time before which nothing happens that could be seen from outside, unless a request comes:
-        nobody has a first token, nobody ends, no adapter moves. Looking takes no step."""
+        """Return a time before which nothing becomes visible from outside, unless a request arrives: no first
+        token, no end of a request, no adapter load or eviction. Simulates no step."""
         if self._quiet_s is None:
             self._quiet_s = math.inf if self.is_idle() else self._quiet_until_s()
         return self._quiet_s
@@ -144,37 +144,38 @@ class Simulator:
         return end_s
 
     def run_to(self, until_s: float) -> float:
-        """Take all steps of which something could be seen before this time. Unlike `advance`, it cuts no leap
-        of decodes short that nobody sees anything of by then. Return `quiet_until_s` afterwards."""
+        """Simulate all steps with visible results before this time. Unlike `advance`, it does not cut a leap
+        of decodes short that has none by then. Return `quiet_until_s` afterwards."""
         while (quiet_s := self.quiet_until_s()) < until_s and self.now_s < until_s:
             self._go_on(until_s)
         return quiet_s
 
     def _go_on(self, until_s: float) -> None:
-        """Take a step, or the leap that was found when somebody asked for `quiet_until_s`."""
+        """Simulate a step, or the leap that `quiet_until_s` found."""
         leap = self._found_leap
         self._forget_quiet()
-        if leap is not None and leap[0] is self.scheduler.group:  # which is another if somebody looked at it
+        if leap is not None and leap[0] is self.scheduler.group:  # replaced if it was dissolved meanwhile
             self._leap_within(until_s, *leap)
         else:
             self._step(until_s)
 
     def _forget_quiet(self) -> None:
-        """Something happens that `quiet_until_s` does not know of."""
+        """Invalidate the cached result of `quiet_until_s`."""
         self._quiet_s = None
         self._found_leap = None
 
     def offer(self, request: WorkloadRequest) -> RequestOutcome:
-        """A request arrives, at a time the engine was advanced to. Returns what will become of it."""
+        """Add a request that arrives now; the engine was advanced to its arrival. Return its outcome, filled
+        in later."""
         return self.recorder.arrived(self._enter(request), request)
 
     def resume(self, request: WorkloadRequest, outcome: RequestOutcome) -> None:
-        """A request comes from another engine: its prompt and the answer so far are to be computed here."""
+        """Continue a request from another engine: its prompt and the answer so far are computed here."""
         self.recorder.resumed(self._enter(request), outcome, request.arrival_s)
 
     def hand_over(self, request_id: str) -> tuple[RequestOutcome, int] | None:
-        """Give a request up to another engine; return it and the tokens it was answered with. None if it has
-        ended by the end of the step under way."""
+        """Give a request up to another engine; return it and its number of output tokens. None if it has
+        ended by the end of the step in flight."""
         num_output = self.num_output(request_id)
         if num_output is None:
             return None
@@ -183,7 +184,7 @@ class Simulator:
         return self.recorder.left(request_id), num_output
 
     def num_output(self, request_id: str) -> int | None:
-        """The tokens that a request was answered with so far; None if it has ended."""
+        """Return the number of output tokens of a request so far; None if it has ended."""
         return self.scheduler.num_output(request_id)
 
     def _drop(self, request_id: str) -> None:
@@ -194,7 +195,7 @@ class Simulator:
         self.now_s = max(self.now_s, request.arrival_s)
         number, self.num_offered = self.num_offered, self.num_offered + 1
         request_id = str(number)
-        # Where contents count, tokens that no other request begins with: the prefix cache finds nothing.
+        # If there is a prefix cache, use tokens that no other request begins with: nothing is found in it.
         token_id = number if self._memory.pool.keeps_contents else ANY_TOKEN
         self._take(
             EngineRequest(
@@ -210,7 +211,7 @@ class Simulator:
         self.scheduler.add(request)
 
     def is_staged(self, version: str) -> bool:
-        """Tell whether host memory has a complete copy."""
+        """Return whether host memory has a complete copy."""
         return version in self._memory.table.host.resident
 
     def is_idle(self) -> bool:
@@ -228,7 +229,7 @@ class Simulator:
     # ---- steps
 
     def _step(self, next_s: float) -> None:
-        """Go on from now, no further than to the first step that begins at `next_s` or after it."""
+        """Continue from now, up to the first step that begins at or after `next_s`."""
         self._end_loads()
         if self._leaps and (self._leap(next_s) or self._step_beside()):
             return
@@ -240,7 +241,7 @@ class Simulator:
         self.recorder.updated(self.scheduler.take_failures(), self.now_s)
 
     def _decide(self) -> StepPlan:
-        """The next step; loads that it asks for are under way."""
+        """Return the next step, after starting the loads in it."""
         plan = self.scheduler.schedule()
         if self.plans is not None:
             self.plans.append(plan)
@@ -259,7 +260,7 @@ class Simulator:
         self.recorder.passed(self.now_s, num_running=0)
 
     def _end_s(self, plan: StepPlan, num_waiting: int, begin_s: float) -> float:
-        """Return the end of a step that begins then; each layer waits for its own weights."""
+        """Return the end of a step that begins at `begin_s`; each layer waits for its own weights."""
         step_s = self._times.step_s(plan, num_waiting)
         if self._coming and plan.stalls:
             used = {chunk.adapter for chunk in plan.chunks}
@@ -276,12 +277,13 @@ class Simulator:
         self._land_step(plan)
 
     def _land_step(self, plan: StepPlan) -> None:
-        """A step has ended now."""
+        """Record that a step has ended now."""
         updates, num_tokens = self.scheduler.land(plan)
         self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=num_tokens)
 
     def _step_beside(self, *, sure: bool = False) -> bool:
-        """A step of decodes that new requests join with their whole prompts. `sure`: that can be done."""
+        """Simulate a decode step that new requests join with their whole prompts; return False if it has to
+        be decided. `sure`: it was found to be possible."""
         chunks = self.scheduler.start_beside(sure=sure)
         if chunks is None:
             return False
@@ -289,7 +291,7 @@ class Simulator:
         return True
 
     def _end_beside(self, chunks: Sequence[Chunk]) -> None:
-        """The rest of a step that requests join with these."""
+        """Simulate the step that requests join with these chunks."""
         scheduler = self.scheduler
         group = scheduler.group
         assert group is not None, "they join one"
@@ -299,7 +301,7 @@ class Simulator:
         self.recorder.stepped(now_s, updates, num_running=num_running, num_tokens=num_running)
 
     def _leap(self, next_s: float) -> bool:
-        """All steps up to the next event."""
+        """Simulate all steps up to the next event; return False if the next step has to be decided."""
         most = self.scheduler.leap_length() if next_s > self.now_s and not self._has_news() else 0
         group = self.scheduler.group if most > 0 else None
         if group is None:
@@ -308,19 +310,20 @@ class Simulator:
         return True
 
     def _leap_within(self, next_s: float, group: DecodeGroup, most: int) -> None:
-        """A leap of so many steps at most, no further than to the first one that begins at `next_s` or at the
-        end of a load."""
+        """Leap at most `most` steps, up to the first one that begins at or after `next_s` or the end of a
+        load."""
         if self._ends:
             next_s = min(next_s, self._ends[0][0])
         repeats = self._repeats(group)
         self._take_leap(group, repeats.steps_until(next_s - self.now_s, most), repeats)
 
     def _has_news(self) -> bool:
-        """Tell whether a read or load has ended that the next decision must know of."""
+        """Return whether a read or load has ended that the next decision must take into account."""
         return bool(self._ends) and self._ends[0][0] <= self.now_s
 
     def _repeats(self, group: DecodeGroup) -> Repeats:
-        """The group's next steps; kept until they are taken, as they are asked for before that."""
+        """Return the times of the group's next steps; cached, because they are asked for before being
+        simulated."""
         num_waiting = self.scheduler.num_waiting
         state = (group, group.num_changes, num_waiting)
         if state != self._repeats_of:
@@ -337,7 +340,8 @@ class Simulator:
     # ---- loads
 
     def _start_loads(self, reads: Sequence[AdapterRead], loads: Sequence[AdapterLoad]) -> None:
-        """One after the other on the bus, and from the disk; those that one step uses take turns."""
+        """Queue loads on the bus, and reads from the disk, one after another; loads that one step uses share
+        the bus."""
         if self.adapter_events is not None:
             unstaged = self._memory.table.host.take_evictions()
             self.adapter_events += [AdapterEvent("unstage", version) for version in unstaged]
@@ -359,12 +363,12 @@ class Simulator:
         self.num_loads += len(loads)
 
     def _disk_end_s(self, version: str) -> float:
-        """Return the end of a read from disk that begins now, behind those under way."""
+        """Return the end of a read from disk that begins now, after those in flight."""
         self._disk_free_s = max(self._disk_free_s, self.now_s) + self._times.read_s(version)
         return self._disk_free_s
 
     def _wait_for(self, versions: frozenset[str]) -> None:
-        """The step is not begun before these are there."""
+        """Delay the step until these versions are loaded."""
         for end_s, _, version, _ in self._ends:
             if version in versions:
                 self.now_s = max(self.now_s, end_s)
@@ -376,12 +380,12 @@ def _is_for_later(load: AdapterLoad) -> bool:
 
 @lru_cache(maxsize=4096)
 def _prompt(token_id: int, num_tokens: int) -> list[int]:
-    """The same for the same length where contents do not count: nobody changes a prompt, and the prompts of
-    all requests of a fleet would take the place of other things in a processor's caches."""
+    """Return a cached list for each length: prompts are never modified, and separate lists for all requests
+    of a fleet would evict other data from the CPU caches."""
     return [token_id] * num_tokens
 
 
 @lru_cache(maxsize=4096)
 def _params(max_tokens: int) -> SamplingParams:
-    """The same for the same length: checking them takes longer than simulating the request."""
+    """Return cached parameters for each length: validating them takes longer than simulating the request."""
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The service level objective of requests: how long they may take."""
+"""The service level objective: limits on the times of requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 
 class RequestTimes(Protocol):
-    """The seconds of one request, as `Slo` limits them; None: there was no such token."""
+    """The times of one request that an `Slo` limits, in seconds; None if there was no such token."""
 
     @property
     def is_served(self) -> bool: ...
@@ -21,9 +21,9 @@ class RequestTimes(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """The most seconds per token, from arrival to the last token (`tpt_s`); per token after the first
-    (`tpot_s`); and to the first token (`ttft_s`). None: no limit. Without any limit, every request that is
-    served attains it."""
+    """Limits in seconds: per token, from arrival to the last token (`tpt_s`); per token after the first
+    (`tpot_s`); to the first token (`ttft_s`). None: no limit. Without any limit, every served request attains
+    it."""
 
     tpt_s: float | None = None
     tpot_s: float | None = None
@@ -31,7 +31,7 @@ class Slo:
 
     @property
     def token_s(self) -> float | None:
-        """The seconds that a token may take by every limit on tokens: what a router keeps steps within."""
+        """The stricter limit on seconds per token, which routers keep steps within."""
         return min((limit_s for limit_s in (self.tpt_s, self.tpot_s) if limit_s is not None), default=None)
 
     def is_attained(self, request: RequestTimes) -> bool:
@@ -43,7 +43,8 @@ class Slo:
         )
 
     def in_words(self) -> str:
-        """Return what follows "99% of requests": within 30.1 ms per token and 10 s to the first token."""
+        """Return the text that follows "99% of requests", as in: within 30.1 ms per token and 10 s to the
+        first token."""
         limits = []
         if self.tpt_s is not None:
             limits.append(f"{self.tpt_s * 1e3:.3g} ms per token")

@@ -1,4 +1,4 @@
-"""The costs of a slot engine's steps as compiled code takes them: `SlotCosts` as tuples with its names."""
+"""The costs of a slot engine's steps for compiled code: `SlotCosts` as named tuples with the same names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loraplex.perf.slot_profile import SlotCosts
 
 
 class DecodeCosts(NamedTuple):
-    """`perf.serving_costs.BatchDecode`."""
+    """The fields of `perf.serving_costs.BatchDecode`."""
 
     base_s: float
     request_s: float
@@ -24,7 +24,7 @@ class DecodeCosts(NamedTuple):
 
 
 class PrefillCosts(NamedTuple):
-    """`perf.serving_costs.Prefill`."""
+    """The fields of `perf.serving_costs.Prefill`."""
 
     base_s: float
     token_s: float
@@ -34,7 +34,7 @@ class PrefillCosts(NamedTuple):
 
 
 class LoadCosts(NamedTuple):
-    """`perf.serving_costs.AdapterLoadCost`."""
+    """The fields of `perf.serving_costs.AdapterLoadCost`."""
 
     slot_s: float
     slot_rank_s: float
@@ -43,14 +43,14 @@ class LoadCosts(NamedTuple):
 
 
 class SchedulerCosts(NamedTuple):
-    """`perf.serving_costs.SchedulerCost`."""
+    """The fields of `perf.serving_costs.SchedulerCost`."""
 
     request_s: float
     waiting_s: float
 
 
 class StepCosts(NamedTuple):
-    """All of them."""
+    """All costs of a step."""
 
     decode: DecodeCosts
     prefill: PrefillCosts
@@ -59,7 +59,7 @@ class StepCosts(NamedTuple):
 
 
 def compiled_costs(costs: SlotCosts) -> StepCosts:
-    """Return the same for compiled code, which takes one type for each: floats."""
+    """Return the costs for compiled code, which needs every value to be a float."""
     return StepCosts(
         decode=DecodeCosts(**_floats(costs.decode)),
         prefill=PrefillCosts(**_floats(costs.prefill)),

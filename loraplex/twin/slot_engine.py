@@ -1,8 +1,8 @@
-"""An engine with slots for adapters (vLLM's way), simulated step by step in compiled code.
+"""An engine with slots for adapters (as in vLLM), simulated step by step in compiled code.
 
-The rules are those of `Scheduler` with `prompts_first` and `max_adapters`, and a test holds the two together.
-What this one adds is speed for runs in which hundreds of requests decode at a time and every step ends some,
-so that there is nothing to jump over: an hour of such a run takes well under a second.
+The rules are those of `Scheduler` with `prompts_first` and `max_adapters`; a test compares the two. This one
+is fast for runs in which hundreds of requests decode at a time and every step ends some, so that leaps are
+not possible: an hour of such a run takes well under a second.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from loraplex.twin.slot_state import (
     touch,
 )
 
-# Places in the totals of a run.
+# Indices into the totals of a run.
 NOW_S: Final = 0
 RUNNING_S: Final = 1
 WAITING_S: Final = 2
 NUM_STEPS: Final = 3
-STEP_S: Final = 4  # of the step under way
+STEP_S: Final = 4  # of the step in flight
 NUM_TOTALS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRun:
-    """What became of a run. `first_s`, `finish_s`: by request, NaN if that did not happen. `is_lost`: by
-    request, for want of a connection. `gaps`: (seconds between two tokens of a request, how many of these),
-    to within a per cent. Means are over time."""
+    """The result of a run. `first_s`, `finish_s`: by request, NaN if it did not happen. `is_lost`: by
+    request, because the client had no connection left. `gaps`: (seconds between two tokens of a request,
+    number of such gaps), to within one percent. Means are over time."""
 
     requests: Requests
     first_s: Floats
@@ -78,7 +78,7 @@ class SlotRun:
 
 
 def check_room(limits: Limits, longest: int) -> None:
-    """Raise CapacityError if a request of so many tokens could never run."""
+    """Raise CapacityError if a request of `longest` tokens could never run."""
     room = max(limits.num_blocks - limits.spare_blocks, 0) * BLOCK_SIZE
     if longest > room:
         raise CapacityError(
@@ -90,7 +90,7 @@ def check_room(limits: Limits, longest: int) -> None:
 def run_slot_engine(
     requests: Requests, limits: Limits, costs: SlotCosts, *, ranks: Floats, order: Ints
 ) -> SlotRun:
-    """`ranks`: by adapter. `order`: in which the engine goes through the adapters of a batch."""
+    """`ranks`: by adapter. `order`: the order in which the engine processes the adapters of a batch."""
     if len(requests.arrival_s) > 0:
         check_room(limits, int((requests.prompt_tokens + requests.output_tokens).max()))
     state = new_state(requests, limits, ranks, order)
@@ -123,9 +123,9 @@ def run_slot_engine(
 
 @numba.njit(cache=True, nogil=True)
 def simulate(state, requests, num_requests, limits, costs, totals, until_s, fetches):  # type: ignore[no-untyped-def]
-    """Take all steps that begin before this time, while there are requests. If notes are taken, return after
-    each step that has some. `fetches`: return also when a step is under way that reads adapters, for the
-    caller to add to its seconds."""
+    """Simulate all steps that begin before `until_s`, while there are requests. If notes are recorded, return
+    after each step that has some. `fetches`: also return when a step that reads adapters is in flight, for
+    the caller to add to its seconds."""
     counts, arrival_s = state.counts, requests.arrival_s
     now_s = totals[NOW_S]
     while True:
@@ -211,7 +211,7 @@ def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, 
 
 @numba.njit(cache=True, nogil=True)
 def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
-    """A token for every running request from `first` on; those that have all theirs end."""
+    """Sample a token for every running request from `first` on, and end those that have all their tokens."""
     counts, kept = state.counts, first
     last_s, place = np.nan, 0
     for index in range(first, counts[NUM_RUNNING]):
@@ -222,7 +222,7 @@ def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
             state.first_s[request] = now_s
             note(state.notes, counts, NOTE_FIRST, request)
         else:
-            if state.last_s[request] != last_s:  # of most it is the same
+            if state.last_s[request] != last_s:  # it is the same for most requests
                 last_s = state.last_s[request]
                 place = gap_place(now_s - last_s)
             state.gaps[place] += 1

@@ -1,4 +1,5 @@
-"""Engines with slots for adapters, by a profile and options: the counterpart of `replay.OwnEngines`."""
+"""Makes engines with slots for adapters from a profile and options: the counterpart of
+`replay.OwnEngines`."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class SlotEngines:
-    """Twins of an engine with slots, any number of them, all alike. `ranks`, `sizes` (in bytes): of the
-    adapters, by number. `num_slots`, `slot_rank`: how many slots, each for an adapter of this rank at most.
-    `kv_tokens`: beside the slots."""
+    """Makes identical twins of an engine with slots. `ranks`, `sizes` (in bytes): of the adapters, by number.
+    `num_slots`, `slot_rank`: number of slots, and the largest rank that each can hold. `kv_tokens`: KV memory
+    beside the slots."""
 
     def __init__(
         self, profile: SlotProfile, options: ReplayOptions, *, longest: int, adapter_bytes: int = 1
     ) -> None:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run.
-        `adapter_bytes`: of each adapter, for those who copy them; the engine does not look at it."""
+        `adapter_bytes`: size of each adapter for copies over links; the engine does not use it."""
         num_adapters = options.num_adapters
         self.ranks = [options.ranks[number % len(options.ranks)] for number in range(num_adapters)]
         self.sizes = [adapter_bytes] * num_adapters
@@ -38,7 +39,7 @@ class SlotEngines:
         )
         self.max_running = profile.max_running
         num_blocks = self.kv_tokens // BLOCK_SIZE
-        # Without adapters there is one that costs nothing and is always there: the base model.
+        # Without adapters, there is one that costs nothing and is always resident: the base model.
         num_kinds = max(num_adapters, 1)
         self._setup = SlotSetup(
             limits=Limits(
@@ -61,7 +62,7 @@ class SlotEngines:
         check_room(self._setup.limits, longest)
 
     def make(self) -> SlotSimulator:
-        """Return one that knows no adapter yet."""
+        """Return a simulator without adapters."""
         return SlotSimulator(self._setup)
 
     def run(self, workload: Sequence[WorkloadRequest]) -> Outcome:

@@ -1,7 +1,7 @@
-"""An engine with slots for adapters that is driven from outside, request by request, up to a time.
+"""A simulated engine with slots for adapters that is driven from outside, request by request.
 
 The steps are those of `slot_engine`, with the same results as if all requests had been known from the
-beginning. The compiled engine returns after each step of which something can be seen.
+beginning. The compiled engine returns after each step with visible results.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _ADAPTER_EVENTS: Final[Mapping[int, Literal["load", "read", "evict"]]] = {
     NOTE_LOAD: "load",
 }
 _FEW: Final = 64
-"""Requests that there is room for at first; it doubles when they are more."""
+"""Initial capacity in requests; it doubles when it is exceeded."""
 
 
 class SlotSetup(NamedTuple):
     """An engine with slots. `ranks`, `positions`: by adapter; `positions`: in the order in which the engine
-    goes through the adapters of a batch. `latency_s`: until a client sees a token. `staged`: adapters are in
-    host memory when time begins; `resident`: and in slots."""
+    processes the adapters of a batch. `latency_s`: seconds until a client sees a token. `staged`: adapters
+    are in host memory at the start; `resident`: and in slots."""
 
     limits: Limits
     costs: SlotCosts
@@ -80,32 +80,32 @@ class SlotSetup(NamedTuple):
 
 
 class SlotSimulator:
-    """One engine. It numbers adapters by itself, in the order in which they are registered: it looks at all
-    of them for a step, and of a fleet's adapters few come to each replica."""
+    """One engine. It numbers adapters itself, in the order of their registration: a step iterates over all of
+    them, and each replica of a fleet gets only a few of its adapters."""
 
     def __init__(self, setup: SlotSetup, *, num_requests: int = _FEW) -> None:
-        """`num_requests`: that there is room for at once."""
+        """`num_requests`: initial capacity."""
         self._setup = setup
         self._limits = setup.limits
         self._costs = compiled_costs(setup.costs)
         self._latency_s = setup.latency_s
         self._requests = no_requests(max(num_requests, 1))
         self._state = new_state(self._requests, setup.limits, np.zeros(0), np.zeros(0, np.int64))
-        self._own_numbers: dict[int, int] = {}  # by the adapters' numbers outside
-        self._versions: list[str] = []  # of adapters by their own numbers
+        self._own_numbers: dict[int, int] = {}  # by external adapter number
+        self._versions: list[str] = []  # of adapters by own number
         self._totals = np.zeros(NUM_TOTALS)
         self._outcomes: list[RequestOutcome] = []
-        self._left: set[int] = set()  # requests that went on elsewhere
-        self._resumed: set[int] = set()  # requests that came with a part of their answer
-        self._num_checked = 0  # requests of which it was reported if they were lost
+        self._left: set[int] = set()  # requests that continue on another engine
+        self._resumed: set[int] = set()  # requests that arrived with a part of their answer
+        self._num_checked = 0  # requests already checked for being lost
         self._read_end_s: Callable[[str], float] | None = None
         self._request_events: list[RequestEvent] | None = None
         self._adapter_events: list[AdapterEvent] | None = None
 
-    # ---- all at once
+    # ---- whole workloads
 
     def run(self, workload: Sequence[WorkloadRequest]) -> Outcome:
-        """Simulate requests, all of which are known, on an engine that nobody watches."""
+        """Simulate a whole workload on an engine without observers."""
         assert self._request_events is None, "requests have no events then"
         assert not self._outcomes, "none has come before"
         assert len(workload) <= len(self._requests.arrival_s), "there is room for them"
@@ -127,7 +127,7 @@ class SlotSimulator:
         return self.outcome(self.end_s(self._limits.until_s))
 
     def _register_all(self) -> None:
-        """Make all adapters known, each by the number that it has outside."""
+        """Register all adapters under their external numbers."""
         setup = self._setup
         self._state = new_state(self._requests, setup.limits, setup.ranks, np.argsort(setup.positions))
         self._state.is_known[:] = setup.staged
@@ -135,7 +135,7 @@ class SlotSimulator:
             self._state.is_known[:] = self._state.is_active[:] = True
             self._state.counts[NUM_ACTIVE] = len(setup.ranks)
 
-    # ---- as a fleet drives it
+    # ---- as driven by a fleet
 
     @property
     def now_s(self) -> float:
@@ -146,13 +146,13 @@ class SlotSimulator:
         self._state = self._state._replace(notes=notes_for(self._limits))
 
     def fetch_by(self, read_end_s: Callable[[str], float]) -> None:
-        """The engine computes nothing while it reads adapters, which it does one after the other."""
+        """See EngineTwin. The engine computes nothing while it reads adapters, one at a time."""
         assert self._request_events is not None, "reads are known of an engine that is watched"
         self._read_end_s = read_end_s
         self._costs = compiled_costs(self._setup.costs.without_reads)
 
     def register(self, adapter: int) -> None:
-        """Make an adapter known, before the first request on it comes."""
+        """Register an adapter, before the first request on it arrives."""
         setup = self._setup
         self._own_numbers[adapter] = len(self._versions)
         self._versions.append(str(adapter))
@@ -164,7 +164,7 @@ class SlotSimulator:
         )
 
     def unstage(self, adapter: int) -> None:
-        """The copy in host memory is let go; one in a slot stays there."""
+        """Evict the copy in host memory; one in a slot stays there."""
         if adapter in self._own_numbers:
             self._state.is_known[self._own_numbers[adapter]] = False
 
@@ -225,7 +225,7 @@ class SlotSimulator:
         counts, totals, gaps = self._state.counts, self._totals, self._state.gaps
         outcomes = self._outcomes
         if self._left:
-            # One that has come back counts where it came back.
+            # A request that left and came back counts under its later number.
             outcomes = [each for number, each in enumerate(outcomes) if number not in self._left]
         return Outcome(
             requests=outcomes,
@@ -265,7 +265,7 @@ class SlotSimulator:
         )
 
     def _fetch(self) -> None:
-        """Add to the step under way what it waits for adapters that are not in host memory."""
+        """Add the time to read adapters that are not in host memory to the step in flight."""
         assert self._read_end_s is not None
         counts, totals = self._state.counts, self._totals
         begin_s = self.now_s
@@ -276,18 +276,18 @@ class SlotSimulator:
         totals[NOW_S] = begin_s
 
     def _report(self) -> None:
-        """Pass on what the last step noted, and who was lost."""
+        """Report the events that the last step noted, and requests that were lost."""
         assert self._request_events is not None
         assert self._adapter_events is not None
         counts, now_s = self._state.counts, self.now_s
         for kind, number in self._state.notes[: counts[NUM_NOTES]].tolist():
             if kind == NOTE_FIRST:
                 outcome = self._outcomes[number]
-                if number in self._resumed:  # others came before it, the last one when it moved
+                if number in self._resumed:  # it had tokens before, the last one when it moved
                     self._state.gaps[gap_place(now_s - self._requests.arrival_s[number])] += 1
                 else:
                     outcome.first_token_s = now_s + self._latency_s
-                if self._requests.output_tokens[number] > 1:  # otherwise its end says it
+                if self._requests.output_tokens[number] > 1:  # otherwise its end is reported instead
                     self._request_events.append(RequestEvent(now_s, str(number), None))
             elif kind == NOTE_END:
                 self._outcomes[number].finish_s = now_s + self._latency_s

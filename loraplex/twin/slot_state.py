@@ -1,7 +1,7 @@
-"""The books of a slot engine as arrays, and the moves on them, compiled.
+"""The state of a slot engine as arrays, and its transitions, compiled.
 
-Requests are numbered in order of arrival. Those that wait stand in a queue for each adapter (`head`, `tail`,
-`behind`), so that whoever may run is found without looking at all who may not; those preempted stand before
+Requests are numbered in order of arrival. Waiting ones are queued for each adapter (`head`, `tail`,
+`behind`), so that an admissible request is found without iterating over the others; preempted ones are before
 them in `front`, the last one first.
 """
 
@@ -25,41 +25,41 @@ BLOCK_SIZE: Final = 16
 NOBODY: Final = -1
 _SHORTEST_GAP_S: Final = 1e-5
 _GAPS_AN_E: Final = 100
-"""Places of gaps that differ by a factor of e: neighbours differ by a per cent."""
+"""Bins of gaps per factor of e: neighbours differ by one percent."""
 _NUM_GAPS: Final = 2000
 
-# Places in `State.counts`.
+# Indices into `State.counts`.
 NUM_RUNNING: Final = 0
 NUM_WAITING: Final = 1
 NUM_FRONT: Final = 2
 NUM_FREE_BLOCKS: Final = 3
-NUM_ADAPTERS: Final = 4  # that run
-NUM_ACTIVE: Final = 5  # that have a slot
-NUM_BATCH: Final = 6  # in `batch`
-CLOCK: Final = 7  # of touches
+NUM_ADAPTERS: Final = 4  # of running requests
+NUM_ACTIVE: Final = 5  # adapters in a slot
+NUM_BATCH: Final = 6  # entries of `batch`
+CLOCK: Final = 7  # counts touches
 KV_TOKENS: Final = 8
 NUM_LOADS: Final = 9
 NUM_PREEMPTIONS: Final = 10
-IS_BLOCKED: Final = 11  # nobody who waits may run before somebody comes or ends
+IS_BLOCKED: Final = 11  # no waiting request can be admitted before one arrives or ends
 IS_STALE: Final = 12  # the order of touches is not that of the running adapters
 NUM_ARRIVED: Final = 13
-STEP_FIRST: Final = 14  # the place in `running` of the first request that the step under way computes
-IS_UNDER_WAY: Final = 15  # a step has begun and not ended
-NUM_NOTES: Final = 16  # in `notes`
+STEP_FIRST: Final = 14  # index in `running` of the first request that the step in flight computes
+IS_UNDER_WAY: Final = 15  # a step is in flight
+NUM_NOTES: Final = 16  # entries of `notes`
 NUM_COUNTS: Final = 17
 
-# Kinds of notes: of adapters while a step begins, of requests when it ends.
-NOTE_READ: Final = 0  # from disk, or from elsewhere
+# Kinds of notes: of adapters when a step begins, of requests when it ends.
+NOTE_READ: Final = 0  # from disk, or from another replica
 NOTE_EVICT: Final = 1
 NOTE_LOAD: Final = 2
-NOTE_FIRST: Final = 3  # token
+NOTE_FIRST: Final = 3  # first token
 NOTE_END: Final = 4
 _NOTES_A_REQUEST: Final = 5
-"""In one step at most: each of the running requests may have all of them."""
+"""Most notes of a running request in one step: one of each kind."""
 
 
 class Requests(NamedTuple):
-    """One entry a request, in order of arrival. `adapter`: its number."""
+    """Arrays with one entry per request, in order of arrival. `adapter`: the adapter's number."""
 
     arrival_s: Floats
     prompt_tokens: Ints
@@ -68,8 +68,8 @@ class Requests(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """`spare_blocks`: that admissions leave. `max_open`: requests at a time that the client can hold; those
-    beyond are lost."""
+    """Limits of an engine. `spare_blocks`: blocks that admissions leave free. `max_open`: most concurrent
+    requests of the client; further ones are lost."""
 
     num_slots: int
     max_rank: int
@@ -82,10 +82,10 @@ class Limits(NamedTuple):
 
 
 class State(NamedTuple):
-    """By request: `generated` to `is_lost`; `last_s`: of its last token. By adapter: `head` to `position`.
-    `order`: adapters by rising `position`.
-    `gaps`: how many there were, by `gap_place`. `notes`: what can be seen of the last step from outside, as
-    (kind, number of the adapter or request); without rows if nobody looks."""
+    """The state of an engine. By request: `generated` to `is_lost`; `last_s`: time of its last token. By
+    adapter: `head` to `position`. `order`: adapters by ascending `position`. `gaps`: number of gaps in each
+    bin (`gap_place`). `notes`: externally visible events of the last step, as (kind, number of the adapter or
+    request); has no rows if they are not recorded."""
 
     counts: Ints
     running: Ints
@@ -112,7 +112,7 @@ class State(NamedTuple):
 
 
 def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) -> State:
-    """`order`: in which the engine goes through the adapters of a batch."""
+    """`order`: the order in which the engine processes the adapters of a batch."""
     num_requests, num_adapters = len(requests.arrival_s), len(ranks)
     counts = np.zeros(NUM_COUNTS, np.int64)
     counts[NUM_FREE_BLOCKS] = limits.num_blocks
@@ -145,7 +145,7 @@ def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) ->
 
 
 def notes_for(limits: Limits) -> Ints:
-    """Room for the notes of any step."""
+    """Return an array large enough for the notes of any step."""
     return np.zeros((_NOTES_A_REQUEST * limits.max_running, 2), np.int64)
 
 
@@ -159,7 +159,7 @@ def requests_of(workload: Sequence[WorkloadRequest]) -> Requests:
 
 
 def no_requests(num_requests: int) -> Requests:
-    """Room for so many."""
+    """Return arrays with room for this many requests."""
     return Requests(
         arrival_s=np.zeros(num_requests),
         prompt_tokens=np.zeros(num_requests, np.int64),
@@ -169,7 +169,7 @@ def no_requests(num_requests: int) -> Requests:
 
 
 def with_more_room(state: State, requests: Requests) -> tuple[State, Requests]:
-    """Return the same with room for twice as many requests."""
+    """Return both with room for twice as many requests."""
     more = len(requests.arrival_s)
     return state._replace(
         front=np.append(state.front, np.empty(more, np.int64)),
@@ -184,7 +184,7 @@ def with_more_room(state: State, requests: Requests) -> tuple[State, Requests]:
 
 
 def with_adapter(state: State, *, rank: float, position: int, is_known: bool) -> State:
-    """Return the same with one adapter more. `position`: in the engine's order, where it is no other's."""
+    """Return the state with one more adapter. `position`: its unique place in the engine's order."""
     number = len(state.head)
     place = int(np.searchsorted(state.position[state.order], position))
     return state._replace(
@@ -203,7 +203,8 @@ def with_adapter(state: State, *, rank: float, position: int, is_known: bool) ->
 
 @numba.njit(cache=True, nogil=True)
 def note(notes, counts, kind, number):  # type: ignore[no-untyped-def]
-    """It is passed the arrays that it needs: all of a state, for every note, would cost as much as a step."""
+    """Record a note. Takes only the arrays it needs: passing the whole state for every note would cost as
+    much as a step."""
     if len(notes) > 0:
         place = counts[NUM_NOTES]
         notes[place, 0] = kind
@@ -213,12 +214,12 @@ def note(notes, counts, kind, number):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def gap_place(gap_s):  # type: ignore[no-untyped-def]
-    """In `State.gaps`."""
+    """Return the index of a gap's bin in `State.gaps`."""
     return min(max(int(_GAPS_AN_E * math.log(gap_s / _SHORTEST_GAP_S)), 0), _NUM_GAPS - 1)
 
 
 def gap_seconds(place: int) -> float:
-    """In the middle of those that have this place."""
+    """Return the middle of a bin."""
     return _SHORTEST_GAP_S * math.exp((place + 0.5) / _GAPS_AN_E)
 
 
@@ -236,7 +237,8 @@ def enqueue(state, requests, request):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def take_arrivals(state, requests, num_requests, max_open, now_s):  # type: ignore[no-untyped-def]
-    """Let the requests that have come by now wait, or count them as lost; look at the first so many."""
+    """Queue the requests that have arrived by now, or count them as lost; considers the first
+    `num_requests`."""
     counts = state.counts
     while counts[NUM_ARRIVED] < num_requests and requests.arrival_s[counts[NUM_ARRIVED]] <= now_s:
         request = counts[NUM_ARRIVED]
@@ -249,7 +251,7 @@ def take_arrivals(state, requests, num_requests, max_open, now_s):  # type: igno
 
 @numba.njit(cache=True, nogil=True)
 def first_admissible(state, requests, num_slots):  # type: ignore[no-untyped-def]
-    """The first who waits and whose adapter runs or has a slot to be had, and its place in `front`."""
+    """Return the first waiting request whose adapter runs or can have a slot, and its index in `front`."""
     counts = state.counts
     has_slot = counts[NUM_ADAPTERS] < num_slots
     for place in range(counts[NUM_FRONT] - 1, -1, -1):
@@ -281,7 +283,7 @@ def dequeue(state, requests, request, place):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def enter_batch(state, adapter):  # type: ignore[no-untyped-def]
-    """Keep `batch` a set in the engine's order."""
+    """Insert an adapter into `batch`, a set in the engine's order."""
     counts, batch, position = state.counts, state.batch, state.position
     index = counts[NUM_BATCH]
     for place in range(index):
@@ -310,7 +312,7 @@ def start(state, requests, request, num_blocks):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def stop(state, requests, request):  # type: ignore[no-untyped-def]
-    """All it holds is given back; `running` is the caller's."""
+    """Free all that a request holds; the caller removes it from `running`."""
     counts, adapter = state.counts, requests.adapter[request]
     state.num_running_of[adapter] -= 1
     if state.num_running_of[adapter] == 0:
@@ -324,7 +326,7 @@ def stop(state, requests, request):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def withdraw(state, requests, request):  # type: ignore[no-untyped-def]
-    """Take out a request that runs or waits, as if it had never come."""
+    """Remove a running or waiting request as if it had never arrived."""
     counts, running = state.counts, state.running
     for index in range(counts[NUM_RUNNING]):
         if running[index] == request:
@@ -351,7 +353,8 @@ def withdraw(state, requests, request):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def admit(state, requests, limits):  # type: ignore[no-untyped-def]
-    """Whole prompts, first come first served, but for those who have no slot. Returns their tokens."""
+    """Admit requests with whole prompts, first come first served, skipping those without a slot. Return their
+    tokens."""
     counts = state.counts
     num_tokens = 0
     counts[NUM_BATCH] = 0
@@ -374,7 +377,7 @@ def admit(state, requests, limits):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def grow(state, requests):  # type: ignore[no-untyped-def]
-    """A block for each running request that needs one, if need be from the youngest."""
+    """Give a block to each running request that needs one, preempting the youngest if necessary."""
     counts, index = state.counts, 0
     while index < counts[NUM_RUNNING]:
         request = state.running[index]
@@ -397,7 +400,8 @@ def grow(state, requests):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def batch_of_all(state):  # type: ignore[no-untyped-def]
-    """All adapters that run, in the engine's order; none if the last such step touched the same."""
+    """Set `batch` to all running adapters in the engine's order; to none if the last such step touched the
+    same."""
     counts = state.counts
     counts[NUM_BATCH] = 0
     if counts[IS_STALE] == 0:
@@ -411,9 +415,9 @@ def batch_of_all(state):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def touch(state, num_slots):  # type: ignore[no-untyped-def]
-    """Give every adapter of the batch a slot, one after the other, each time the one that was touched longest
-    ago. That may be one whose turn is yet to come in the same batch: then it is loaded again, in place of the
-    next one. Returns loads, the sum of their ranks, those from disk, and the sum of theirs."""
+    """Give every adapter of the batch a slot in turn, evicting the least recently touched one. That may be
+    one later in the same batch: it is then loaded again, evicting the next one. Return the number of loads,
+    the sum of their ranks, the number of those from disk, and the sum of their ranks."""
     counts = state.counts
     num_loads, num_cold, ranks, cold_ranks = 0, 0, 0.0, 0.0
     for index in range(counts[NUM_BATCH]):

@@ -1,4 +1,4 @@
-"""How long things take in a twin: what a modelled executor is asked instead of a device."""
+"""Durations in a twin: what the modelled executor uses instead of a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from loraplex.twin.quick_scheduler import StepChunks
 
 
 class Repeats(NamedTuple):
-    """Steps that decode the same requests: the seconds of the first, what each after it takes more than the
-    one before it, and what is done once, in the first, beside that."""
+    """Steps that decode the same requests: seconds of the first, seconds that each takes more than the one
+    before, and seconds of work done once, in the first."""
 
     first_s: float
     growth_s: float
@@ -29,14 +29,14 @@ class Repeats(NamedTuple):
         return self.once_s + num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
 
     def steps_until(self, left_s: float, most: int) -> int:
-        """Return how many steps begin before this time is over, one at least; the last one may end after
+        """Return how many steps begin before this time is over, at least one; the last one may end after
         it."""
         rest_s = left_s - self.once_s
         if rest_s <= 0:
             return 1
         if self.sum_s(most - 1) < left_s:
             return most
-        # `sum_s` solved for the number of steps, then put right by hand.
+        # Solve `sum_s` for the number of steps, then correct rounding.
         linear = self.first_s - self.growth_s / 2
         guess = 2 * rest_s / (linear + math.sqrt(linear * linear + 2 * self.growth_s * rest_s))
         num_steps = max(min(int(guess), most), 1)
@@ -48,40 +48,42 @@ class Repeats(NamedTuple):
 
 
 class StepTimes(Protocol):
-    """`num_waiting`: requests that were not in the step."""
+    """Durations of steps, reads and loads. `num_waiting`: number of waiting requests, which are not in the
+    step."""
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
-        """Return the seconds of a step that computes something."""
+        """Return the seconds of a step with chunks."""
         ...
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
-        """Return the times of steps in which the group decodes. At least one of them is about to be taken."""
+        """Return the times of steps in which the group decodes. At least one of them is about to be
+        simulated."""
         ...
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds of a step in which the group decodes beside these."""
+        """Return the seconds of a step in which the group decodes beside these chunks."""
         ...
 
     def weigh(self, version: str) -> int:
-        """An adapter, as a group adds up those of its requests."""
+        """Return an adapter's weight, which a decode group sums up over its requests."""
         ...
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
-        """Return how much longer a step takes whose adapters are loaded from then to then, counted from its
-        beginning."""
+        """Return how much longer a step takes because of loads, each given as (begin, end) in seconds from
+        the beginning of the step."""
         ...
 
     def load_s(self, load: AdapterLoad) -> float:
-        """Return the seconds of a load, with nothing in its way."""
+        """Return the seconds of a load on an idle bus."""
         ...
 
     def read_s(self, version: str) -> float:
-        """Return the seconds to read an adapter's file to host memory."""
+        """Return the seconds to read an adapter's file into host memory."""
         ...
 
 
 class CostModelTimes:
-    """Times by the cost model of our own engine. `adapter_bytes`: by version."""
+    """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version."""
 
     def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
         self._model = model
@@ -90,7 +92,7 @@ class CostModelTimes:
         self._position_s = model.step.terms.decode_position_s * model.corrections.step
 
     def weigh(self, version: str) -> int:
-        """Its bytes."""
+        """Return an adapter's bytes."""
         return self._bytes(version)
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
@@ -116,7 +118,7 @@ class CostModelTimes:
         return Repeats(self._step_s(features), self._position_s * num_decodes)
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        """Count all chunks as `step_features` does. Fields by place: naming them takes twice as long."""
+        """Count all chunks as `step_features` does. Positional arguments: keywords take twice as long."""
         num_decodes, positions, num_tokens, pairs = len(group), group.positions, 0, 0.0
         num_bytes, row_bytes, others = group.weight, group.row_weight, set[str]()
         largest, num_adapter_rows = group.largest_weight, group.num_adapter_rows
@@ -153,7 +155,7 @@ class CostModelTimes:
         )
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
-        """Layers are taken to be alike."""
+        """Assume that all layers take equally long."""
         if not coming:
             return 0.0
         num_layers = self._model.subject.num_layers
@@ -168,13 +170,13 @@ class CostModelTimes:
         return self._model.read_s(num_bytes) + self._model.copy_s(num_bytes)
 
     def read_s(self, version: str) -> float:
-        """The page cache holds the file."""
+        """Return the seconds to read a file that is in the page cache."""
         return self._model.read_s(self._bytes(version))
 
 
 class SlotTimes:
-    """Times by the costs of an engine with slots, which loads within its steps: `Scheduler` is told that
-    every adapter is there. `order`: in which it goes through the adapters of a batch."""
+    """Times by the costs of an engine with slots, which loads within its steps: to the `Scheduler`, every
+    adapter is resident. `order`: the order in which the engine processes the adapters of a batch."""
 
     def __init__(
         self,

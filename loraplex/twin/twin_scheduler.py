@@ -1,4 +1,4 @@
-"""The scheduler of a simulated engine: its steps land without an update for every token."""
+"""The scheduler of a simulated engine: steps land without an update for every token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from loraplex.twin.leaping import ANY_TOKEN, LeapingScheduler
 
 
 class Landing(NamedTuple):
-    """What came of a step. `updates`: of the requests that have their first token from this engine, or that
-    have ended. `num_tokens`: of all requests."""
+    """The result of a step. `updates`: of requests that got their first token from this engine, or that
+    ended. `num_tokens`: tokens of all requests."""
 
     updates: list[TokenUpdate]
     num_tokens: int
@@ -20,13 +20,14 @@ class Landing(NamedTuple):
 
 class TwinScheduler(LeapingScheduler):
     def land(self, plan: StepPlan) -> Landing:
-        """Do what `update` does with a token that ends nobody."""
+        """Do what `update` does, with a token that is no stop token."""
         self._memory.step_landed()
         self.adapters.step_landed()
         return self._give_tokens(self._sampled(plan))
 
     def _sampled(self, plan: StepPlan) -> Iterator[Sequence]:
-        """Requests that get a token from the oldest step under way, after their blocks have contents."""
+        """Yield the requests that get a token from the oldest step in flight, after publishing their
+        blocks."""
         publishes, find = self._pool.keeps_contents, self._sequences.get
         for chunk, (sequence, num_resets, samples) in zip(
             plan.chunks, self._under_way.popleft(), strict=True
@@ -39,8 +40,8 @@ class TwinScheduler(LeapingScheduler):
                 yield sequence
 
     def _give_tokens(self, sampled: Iterable[Sequence]) -> Landing:
-        """Most requests of a step are in the middle of their answers: nothing can be seen of these, and they
-        are given their token right here."""
+        """Give each request its token. Most are in the middle of their answers: their token is appended here,
+        without an update."""
         limit = self._config.max_model_len
         updates: list[TokenUpdate] = []
         num_tokens = 0

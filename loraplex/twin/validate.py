@@ -1,6 +1,6 @@
-"""Predicts recorded runs from other ones, and tells how far off that is.
+"""Predicts recorded runs from other ones, and reports the errors.
 
-Runs that are among those to be predicted are taken out of those to fit to, whatever file they come from.
+Runs to be predicted are removed from the runs to fit to, whatever file they come from.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MEASURES: Final = {
     "ttft": "ttft_s",
     "ttft_all": "ttft_all_s",
 }
-"""Score -> the figure it is of. `ttft_all` only counts runs that say how many requests were sent."""
+"""Figure of each score. `ttft_all` only counts runs that record how many requests were sent."""
 _NO_MEMORY: Final = "the slots leave too little memory for the longest request"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Of one run; `predicted`: None if its slots are predicted to leave no memory to run in, or if there is
-    no profile of its model. `reason`: which of these it is."""
+    """The prediction of one run. `predicted`: None if its slots are predicted to leave no memory to run in,
+    or if there is no profile of its model. `reason`: which of these it is."""
 
     setup: RunSetup
     predicted: Predicted | None
@@ -44,8 +44,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """What was learnt from the runs to fit to, by model. `left_out`: models that no profile could be made of,
-    and why."""
+    """Profiles fitted to runs, by model. `left_out`: models that could not be fitted, and why."""
 
     profiles: Mapping[str, SlotProfile]
     book: WorkloadBook
@@ -60,7 +59,7 @@ def fit(
     hardware: str = "one GPU",
     progress: Progress = lambda phase, done: None,
 ) -> Fitted:
-    """Profiles of these models, from all the files; raises if there is none that can be made."""
+    """Fit profiles of these models to all the files; raise if none can be fitted."""
     runs = _runs(files)
     book = WorkloadBook(runs)
     kv_samples = [sample for file in files for sample in file.kv_samples]
@@ -97,7 +96,7 @@ def fit_for(
     *,
     progress: Progress = lambda phase, done: None,
 ) -> Fitted:
-    """All that is needed to predict these runs, from none of them."""
+    """Fit everything needed to predict these runs, without using them."""
     keys = [setup.key for setup in setups]
     models = sorted({setup.model for setup in setups})
     return fit([without(file, keys) for file in files], models, progress=progress)
@@ -106,7 +105,7 @@ def fit_for(
 def predict(
     fitted: Fitted, setups: Sequence[RunSetup], *, progress: Progress = lambda phase, done: None
 ) -> list[Prediction]:
-    """In their order."""
+    """Return predictions in the order of `setups`."""
     found: dict[str, Predicted | None] = {}
     num_done = 0
 
@@ -135,8 +134,8 @@ def _prediction(fitted: Fitted, setup: RunSetup, predicted: Predicted | None) ->
 
 
 def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Scores over all runs that were measured and predicted, and every row. `not_predicted`: how many runs
-    are in no score for which reason, measured or not."""
+    """Return the scores over all runs that were measured and predicted, and every row. `not_predicted`:
+    number of runs in no score by reason, measured or not."""
     not_predicted = Counter(each.reason for each in predictions if each.reason is not None)
     pairs = [
         (each, each.predicted, measured[each.setup.key])
@@ -163,7 +162,7 @@ def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) 
 
 
 def _values(pairs: Sequence[tuple[Predicted, Measured]], measure: str) -> list[tuple[float, float]]:
-    """Return a figure as predicted and as measured, of the runs in which it was."""
+    """Return (predicted, measured) of a figure, for the runs in which it was measured."""
     found = ((getattr(p, measure), getattr(m, measure)) for p, m in pairs)
     return [(predicted, measured) for predicted, measured in found if measured is not None]
 
@@ -180,7 +179,7 @@ def _row(each: Prediction, found: Measured | None) -> dict[str, Any]:
 
 
 def _runs(files: Sequence[RunsFile]) -> list[Run]:
-    """Each run once, though several files may have it."""
+    """Return each run once, though several files may contain it."""
     runs = {
         setup.key: (setup, file.measured[setup.key])
         for file in files

@@ -1,4 +1,4 @@
-"""A pool of worker processes on all cores, which end at once with the process that started them."""
+"""A pool of worker processes on all cores, which end with the process that started them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from loraplex.core.errors import UserError
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
-    """A process that Ctrl-C does not end, from its first instruction on: Ctrl-C reaches every process of a
-    terminal, and the owner decides what it means. A blocked signal stays blocked in the process started."""
+    """A process that ignores Ctrl-C from its first instruction: Ctrl-C reaches every process of a terminal,
+    and the owner decides what it means. A blocked signal stays blocked in the child process."""
 
     def start(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -37,10 +37,10 @@ class _Context(multiprocessing.context.SpawnContext):
 def worker_pool(
     num_tasks: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool for so many tasks. If the block is left by an exception, or the process is interrupted or
-    killed, tasks under way are given up: nobody waits for them, and no worker goes on without its owner.
+    """Yield a pool for `num_tasks` tasks. If the context is left by an exception, or the process is
+    interrupted or killed, running tasks are abandoned, and the workers end.
 
-    Raises UserError if a worker is killed, which a system that is short of memory does."""
+    Raises UserError if a worker is killed, as a system short of memory does."""
     num_workers = max(min(len(os.sched_getaffinity(0)), num_tasks), 1)
     context = _Context()
     # Nothing is ever sent: workers wait for the end of the connection, which closes with this process.
@@ -66,10 +66,10 @@ def worker_pool(
 
 @contextmanager
 def _interrupted_by(end_workers: Callable[[], None]) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM end the workers, and the signal do what it did before when the block is left,
-    which is soon: without workers every wait for a result fails. Done at once, it could leave a lock of the
-    pool held forever, and the pool would never end; and a process that SIGTERM ends at once leaves semaphores
-    behind, of which Python warns. A second signal does what it did before at once."""
+    """On Ctrl-C or SIGTERM, end the workers, and apply the signal's previous handling when the context is
+    left, which is soon: without workers every wait for a result fails. Handled at once, it could leave a lock
+    of the pool held forever, and the pool would never end; and a process that SIGTERM ends at once leaves
+    semaphores behind, of which Python warns. A second signal is handled as before at once."""
     handlers = {
         number: handler
         for number in (signal.SIGINT, signal.SIGTERM)

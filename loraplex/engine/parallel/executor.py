@@ -1,4 +1,5 @@
-"""The executor of shard 0, and through it those of the others: all do the same at the same time."""
+"""The executor of shard 0, which also drives the executors of the other shards: all do the same at the same
+time."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from loraplex.scheduling.plan import AdapterRead, Move, StepPlan
 _LOCAL: Final = 0
 """The shard of this process."""
 _ASK_AGAIN_S: Final = 1.0
-"""How often workers look for reads that are overdue, while one is."""
+"""Seconds between the workers' checks for overdue reads, while there is one."""
 
 
 class _Load(NamedTuple):
-    """A version that is being loaded, or read only."""
+    """A version that is being loaded, or only read."""
 
     version: str
     read: bool
@@ -31,8 +32,8 @@ class _Load(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class _Progress:
-    """What the shards have said of a load: an error, or None. `copied`: by shard 0, which stands for all.
-    `local_end_s`: when it ended in shard 0. `is_overdue`: it does not end in some shard."""
+    """The shards' reports of a load: an error, or None. `copied`: as reported by shard 0. `local_end_s`: when
+    it ended in shard 0. `is_overdue`: it is overdue in some shard."""
 
     said: dict[int, str | None] = field(default_factory=dict)
     copied: tuple[int, float] | None = None
@@ -42,7 +43,7 @@ class _Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelFlight:
-    """The local flight; those of the workers need no landing."""
+    """The local flight; flights of the workers need no landing."""
 
     local: Flight
     workers: Workers
@@ -59,21 +60,22 @@ class ParallelFlight:
 
 
 class ParallelExecutor:
-    """An Executor. `poll_adapters`, `launch` and landing raise EngineDeadError once a process has ended."""
+    """An Executor over all shards. `poll_adapters`, `launch` and landing raise EngineDeadError once a process
+    has ended."""
 
     def __init__(self, *, local: Executor, workers: Workers, release: Callable[[], None]) -> None:
-        """`release` ends the workers and whatever else was started with them."""
+        """`release` ends the workers and everything else that was started with them."""
         self._local = local
         self._workers = workers
         self._release = release
         self._plans = PlanSender()
-        self._loads: dict[_Load, _Progress] = {}  # under way
+        self._loads: dict[_Load, _Progress] = {}  # in flight
         self._num_overdue = 0
-        self._asked_s = 0.0  # when workers last looked for reads that are overdue
+        self._asked_s = 0.0  # when workers last checked for overdue reads
 
     def begin(self, request: EngineRequest) -> None:
         params = request.params
-        if params.seed is None:  # chosen here, so that all shards draw alike
+        if params.seed is None:  # chosen here, so that all shards sample the same tokens
             request = replace(request, params=replace(params, seed=secrets.randbits(63)))
         self._everywhere("begin", request)
 
@@ -86,7 +88,7 @@ class ParallelExecutor:
         self._everywhere("end", request_id)
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
-        """In each process; all shards are of one size."""
+        """Return the bytes that a version takes in each process; all shards have the same size."""
         return self._local.adapter_bytes(spec)
 
     def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
@@ -114,12 +116,12 @@ class ParallelExecutor:
     @property
     def num_pending_loads(self) -> int:
         pending = len(self._loads) - self._num_overdue
-        if pending == 0 and self._num_overdue > 0:  # one may have ended after all, in some shard
+        if pending == 0 and self._num_overdue > 0:  # an overdue load may have ended after all, in some shard
             return int(self._local.num_pending_loads > 0 or self._workers.has_events)
         return pending
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        """An adapter is there when every shard has it."""
+        """Return the reads and loads that ended in every shard."""
         waits_locally = self._local.num_pending_loads > 0
         events = [(_LOCAL, event) for event in self._local.poll_adapters(timeout_s if waits_locally else 0.0)]
         events += self._workers.take_events(0.0 if events or waits_locally else timeout_s)
@@ -133,9 +135,9 @@ class ParallelExecutor:
         return [self._settle(load) for load in complete]
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
-        """Return the versions that hang in this process, and those that another shard has not had for so long
-        after this one had them. The others look for themselves only so that they replace threads that hang.
-        """
+        """Return the versions that are overdue in this process, and those that another shard has not
+        completed `deadline_s` after this one. The workers check for themselves only to replace threads that
+        hang."""
         if not self._loads:
             return ()
         now_s, hang_here = time.monotonic(), set(self._local.overdue_adapters(deadline_s))
@@ -146,7 +148,7 @@ class ParallelExecutor:
                 self._num_overdue += 1
         if self._num_overdue > 0 and now_s - self._asked_s >= _ASK_AGAIN_S:
             self._asked_s = now_s
-            # They may have begun a little later, and to take a read for overdue too early does no harm.
+            # Workers may have begun a little later; treating a read as overdue too early does no harm.
             self._workers.call("overdue_adapters", max(deadline_s - _ASK_AGAIN_S, 0.0))
         return [load.version for load, progress in self._loads.items() if progress.is_overdue]
 
@@ -177,7 +179,7 @@ class ParallelExecutor:
             if not load.read and progress.said.get(_LOCAL, "pending") is None
         }
         self._local.check_integrity(request_ids, adapters | loaded)
-        if not self._loads:  # else a worker may have more than it has told
+        if not self._loads:  # otherwise a worker may have loaded more than it has reported
             self._workers.call("check_integrity", set(request_ids), set(adapters), wants_answer=True)
             self._workers.wait_done()
 
@@ -188,13 +190,14 @@ class ParallelExecutor:
             self._release()
 
     def _everywhere(self, method: str, *args: Any) -> Any:
-        """The workers first: they are to be at it while this process is."""
+        """Call a method in every shard, the workers first, so that they run at the same time as this
+        process."""
         self._workers.call(method, *args)
         return getattr(self._local, method)(*args)
 
     def _settle(self, load: _Load) -> AdapterEvent:
-        """It ended everywhere. If a load failed anywhere, those who have the adapter drop it; what was read
-        is overwritten by others."""
+        """Report a load that ended in every shard. If it failed in any, the shards that have the adapter drop
+        it; memory of a read is overwritten by later reads."""
         progress = self._loads.pop(load)
         said = progress.said
         self._num_overdue -= progress.is_overdue

@@ -1,18 +1,18 @@
-"""What the process of shard 0, which decides, and those of the other shards say to each other.
+"""Messages between the process of shard 0, which decides, and the workers of the other shards.
 
     shard 0                                      worker
     ───────                                      ──────
     Launch                          ───────────▶
                                     ◀─────────── Started
-              (both meet for collectives, and load their shards)
+              (both connect for collectives, and load their shards)
                                     ◀─────────── Ready
-    Call*                           ───────────▶ carries them out in their order
+    Call*                           ───────────▶ executes them in order
                                     ◀─────────── AdapterEvent for each load that ended
                                     ◀─────────── Done for each call that wants an answer
     (closes its pipe)               ───────────▶ exits with 0
                                     ◀─────────── Failed, then exits with another code
 
-Two one-way pipes; messages are pickled, as the only other end is a process and the child that it started.
+There are two one-way pipes. Messages are pickled: they pass only between a process and a child it started.
 Steps are not answered: all processes compute the same logits and choose the same tokens.
 """
 
@@ -31,15 +31,15 @@ from loraplex.model.collective import Collective
 from loraplex.model.sharding import Shard
 
 Progress = Callable[[str, float], None]
-"""Called with (what is going on, fraction done)."""
+"""Called with (current phase, fraction done)."""
 BuildExecutor = Callable[[Shard, Collective, Progress], Executor]
-"""Loads a shard and allocates its memory. It is sent to other processes: a function of a module, or a
+"""Loads a shard and allocates its memory. It is pickled for other processes: a module-level function, or a
 `functools.partial` of one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """All that a worker needs to be ready."""
+    """Everything a worker needs to start."""
 
     shard: Shard
     device: torch.device
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A method of the executor. Whatever it returns stays in the worker. `launch` is given a
+    """A call of an executor method. Its return value stays in the worker. `launch` is given a
     `shard_plans.SentPlan`, which the worker unpacks."""
 
     method: str
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The worker is about to meet the others."""
+    """The worker is about to connect to the other shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A call that wants an answer was carried out."""
+    """A call that wants an answer was executed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """The worker cannot go on; it ends right after."""
+    """The worker failed, and exits right after."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""Plans on their way to other shards: of each request's list of blocks, only what is new is sent.
+"""Plans sent to other shards: only the new blocks of each request's block list are sent.
 
 A list grows with the request's context, and most steps append nothing to it. The other shards keep lists of
-their own, so that their block tables follow these as those of shard 0 follow the scheduler's.
+their own, which their block tables follow as those of shard 0 follow the scheduler's lists.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from loraplex.scheduling.plan import StepPlan
 
 
 class SentPlan(NamedTuple):
-    """A plan whose chunks have the blocks that are new. `num_known`: for each chunk, how many blocks of its
-    request the shards have already. `forgotten`: requests whose lists are not needed any more."""
+    """A plan whose chunks have only their new blocks. `num_known`: for each chunk, the number of blocks of
+    its request that the shards already have. `forgotten`: requests whose lists are not needed any more."""
 
     plan: StepPlan
     num_known: tuple[int, ...]
@@ -21,14 +21,14 @@ class SentPlan(NamedTuple):
 
 
 class PlanSender:
-    """Shard 0's knowledge of the lists that the others have.
+    """Tracks which block lists the other shards have.
 
-    As with `BlockTables`, another list object means that the request began anew, and changes within a list
-    have to be announced by `forget_contents`.
+    As with `BlockTables`, a different list object means that the request was preempted, and changes within a
+    list must be announced by `forget_contents`.
     """
 
     def __init__(self) -> None:
-        # By request: its list, and how many of its blocks were sent.
+        # By request: its list, and the number of its blocks that were sent.
         self._sent: dict[str, tuple[list[int], int]] = {}
         self._forgotten: list[str] = []
 
@@ -46,23 +46,24 @@ class PlanSender:
         return SentPlan(plan._replace(chunks=tuple(chunks)), tuple(num_known), tuple(forgotten))
 
     def forget(self, request_id: str) -> None:
-        """The request ended or begins anew. Unknown requests are ignored."""
+        """Record that a request ended or was preempted. Unknown requests are ignored."""
         if self._sent.pop(request_id, None) is not None:
             self._forgotten.append(request_id)
 
     def forget_contents(self) -> None:
-        """Blocks were moved: lists changed where they are, and all of them are sent again."""
+        """Record that blocks were moved: lists changed in place, and all of them are sent again."""
         self._sent = {request_id: ([], 0) for request_id in self._sent}
 
 
 class PlanReceiver:
-    """The lists of another shard."""
+    """The block lists of another shard."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[int]] = {}
 
     def unpack(self, sent: SentPlan) -> StepPlan:
-        """Return the plan as it was packed. Its lists stay the same objects while they are appended to."""
+        """Return the plan as it was before packing. Its lists stay the same objects while they are appended
+        to."""
         for request_id in sent.forgotten:
             del self._lists[request_id]
         chunks = []

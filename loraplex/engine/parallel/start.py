@@ -1,4 +1,4 @@
-"""Starts the processes of all shards and the executor that leads them."""
+"""Starts the processes of all shards, and the executor that drives them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loraplex.model.sharding import Shard
 def start_parallel(
     build: BuildExecutor, *, count: int, device: str, num_threads: int, report: Progress
 ) -> ParallelExecutor:
-    """`count` shards, the first one in this process. `num_threads` is for each of them.
+    """Start `count` shards, the first one in this process, each with `num_threads` threads.
 
     `device`: "cpu", or "cuda" for one CUDA device each.
     """
@@ -44,12 +44,12 @@ def start_parallel(
         report("starting processes", 0.0)
         workers = Workers(others)
         stack.callback(workers.close)
-        workers.wait_started()  # one that cannot even start must not be waited for in `connect`
+        workers.wait_started()  # `connect` must not wait for one that could not even start
         with workers.blamed():
             collective = connect(first.shard, first.rendezvous, first.device)
             stack.callback(collective.close)
             workers.on_end = collective.abort
-            if device == "cpu":  # what is gone cannot be left behind by a kill -9
+            if device == "cpu":  # removed now, so that a kill -9 cannot leave it behind
                 folder.cleanup()
             local = build(first.shard, collective, report)
         workers.wait_ready()

@@ -1,8 +1,8 @@
-"""The process of one shard: does what the process of shard 0 does, as it is told.
+"""The process of one shard: executes the calls that shard 0 sends.
 
-Run as `python -m loraplex.engine.parallel.worker IN OUT` with inherited descriptors: calls come from the one,
-answers go to the other. Stdin stays open for as long as the parent lives, and its end is the order to leave
-at once.
+Run as `python -m loraplex.engine.parallel.worker IN OUT` with inherited file descriptors: calls are read from
+IN, answers are written to OUT. Stdin stays open while the parent lives; the worker exits at once when it
+closes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED: Final = 1
 EXIT_PARENT_GONE: Final = 3
 _LOAD_WAIT_S: Final = 0.001
-"""How long a worker that loads an adapter waits for a call before it looks at the load again."""
+"""Seconds that a worker with a load in flight waits for a call before it checks the load again."""
 _IDLE_S: Final = 1.0
-"""The same of a worker that loads none: a read that was given up may still end."""
+"""The same for a worker without one: an overdue read may still end."""
 _MAX_REASON_CHARS: Final = 500
 
 
 def serve(executor: Executor, calls: Connection, answers: Connection) -> None:
-    """Carry out calls until there are no more to come."""
+    """Execute calls until the pipe is closed."""
     plans = PlanReceiver()
     while True:
         while not calls.poll(_LOAD_WAIT_S if executor.num_pending_loads > 0 else _IDLE_S):
@@ -72,14 +72,14 @@ def _run(launch: Launch, calls: Connection, answers: Connection) -> None:
 
 
 def _leave_with_parent() -> None:
-    # A thread of its own: however deep the main thread is in a computation that waits for other shards.
+    # In a thread of its own: the main thread may be blocked in a collective with other shards.
     while os.read(0, 1024):
         pass
     os._exit(EXIT_PARENT_GONE)
 
 
 def main() -> int:
-    # Ctrl-C reaches every process of the terminal; shard 0's decides.
+    # Ctrl-C reaches every process of the terminal; shard 0 decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
     with (
@@ -93,12 +93,12 @@ def main() -> int:
                 _run(launch, calls, answers)
             except Exception as error:
                 logger.exception("shard %d failed", shard)
-                flush_logs()  # this process may be ended as soon as the answer is read
-                with contextlib.suppress(OSError):  # shard 0 may be the one that is gone
+                flush_logs()  # this process may be killed as soon as the answer is read
+                with contextlib.suppress(OSError):  # shard 0 may be gone
                     answers.send(Failed(reason=f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]))
                 return EXIT_FAILED
     return 0
 
 
 if __name__ == "__main__":
-    os._exit(main())  # nothing is left to save, and to take torch apart takes a second
+    os._exit(main())  # there is nothing to save, and tearing down torch takes a second

@@ -1,4 +1,4 @@
-"""Shard 0's view of the processes of the other shards: starting them, talking to them, noticing their end."""
+"""Shard 0's view of the worker processes: starts them, sends calls, and detects their end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from loraplex.engine.parallel.messages import Answer, Call, Done, Failed, Launch
 
 _WORKER_MODULE: Final = "loraplex.engine.parallel.worker"
 _LAST_WORDS_S: Final = 5.0
-"""How long to look for a process that ended, after a collective that failed: the others learn of it from its
-connections, which close before it is gone."""
+"""Seconds to look for an ended process after a failed collective: the others notice its closed connections
+before it has exited."""
 _CLOSE_S: Final = 10.0
-"""How long processes may take to leave when asked to."""
+"""Seconds that processes may take to exit when asked to."""
 
 
 class Workers:
     """The processes of all shards but the first. Used by one thread.
 
-    `on_end` is called, by another thread, when a process ends that was not told to: what waits for it in a
-    collective may wait for ever.
+    `on_end` is called by another thread when a process ends unexpectedly: a collective that waits for it
+    might never return.
     """
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -42,7 +42,7 @@ class Workers:
         self._answers: set[tuple[int, type[Answer]]] = set()
         self._ended: dict[int, str] = {}
         self._closing = False
-        self._patience_s = 0.0  # what is still loading need not end by itself
+        self._patience_s = 0.0  # while workers start, `close` does not wait for them
         try:
             for launch in launches:
                 self._start(launch)
@@ -52,13 +52,13 @@ class Workers:
 
     @property
     def pids(self) -> dict[int, int]:
-        """By shard."""
+        """Process ids by shard."""
         return {index: worker.process.pid for index, worker in self._workers.items()}
 
     def call(self, method: str, *args: Any, only: int | None = None, wants_answer: bool = False) -> None:
-        """Have every shard's executor, or that of `only` one, do something.
+        """Call a method of every shard's executor, or only of one shard's.
 
-        It does not tell whether a process is there to do it: `raise_if_ended` does.
+        Does not report whether the processes are alive: `raise_if_ended` does.
         """
         data = pickle.dumps(Call(method=method, args=args, wants_answer=wants_answer))
         for index, worker in self._workers.items():
@@ -67,7 +67,8 @@ class Workers:
                     worker.calls.send_bytes(data)
 
     def wait_started(self) -> None:
-        """Return when all are about to meet; EngineDeadError if one has ended, as with all that wait here."""
+        """Wait until all are about to connect. This and the other waits raise EngineDeadError if a process
+        has ended."""
         self._wait_for(Started)
 
     def wait_ready(self) -> None:
@@ -75,16 +76,16 @@ class Workers:
         self._patience_s = _CLOSE_S
 
     def wait_done(self) -> None:
-        """Return when all have carried out a call that wants an answer."""
+        """Wait until all have executed a call that wants an answer."""
         self._wait_for(Done)
 
     @property
     def has_events(self) -> bool:
-        """Whether `take_events` may find any without waiting."""
+        """Return whether `take_events` may return any without waiting."""
         return bool(self._events) or not self._inbox.empty()
 
     def take_events(self, timeout_s: float) -> list[tuple[int, AdapterEvent]]:
-        """Loads that ended, and in which shard; waits for the first of them no longer than `timeout_s`."""
+        """Return the loads that ended, each with its shard; wait up to `timeout_s` for the first of them."""
         self.raise_if_ended()
         if not self._events and timeout_s > 0.0:
             self._receive(timeout_s=timeout_s)
@@ -93,7 +94,7 @@ class Workers:
         return events
 
     def raise_if_ended(self) -> None:
-        """EngineDeadError, naming the shards, if any process has ended."""
+        """Raise EngineDeadError, naming the shards, if any process has ended."""
         while self._receive(timeout_s=0.0):
             pass
         if self._ended:
@@ -102,7 +103,7 @@ class Workers:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Within it, an error that comes of a process's end is told as that end."""
+        """Report an error inside this context as the end of a process, if one has ended."""
         try:
             yield
         except RuntimeError:
@@ -113,7 +114,7 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """Let the processes end, or make them. Idempotent."""
+        """Wait for the processes to end, and kill those that do not. Idempotent."""
         self._closing = True
         for worker in self._workers.values():
             worker.calls.close()
@@ -136,7 +137,7 @@ class Workers:
         self._answers -= wanted
 
     def _receive(self, timeout_s: float | None) -> bool:
-        """Sort one message in, waiting for it (None: for ever); False if there was none."""
+        """Process one message, waiting for it (None: without limit). Return False if there was none."""
         try:
             index, answer = self._inbox.get(block=timeout_s != 0.0, timeout=timeout_s)
         except queue.Empty:
@@ -152,7 +153,7 @@ class Workers:
         return True
 
     def _listen(self, index: int, worker: _Worker) -> None:
-        """The thread of one process, until that ends."""
+        """Receive the answers of one process until it ends; runs in a thread of its own."""
         while True:
             try:
                 answer: Answer | None = worker.answers.recv()
@@ -174,7 +175,7 @@ class _Worker:
         self.answers, their_answers = Pipe(duplex=False)
         with their_calls, their_answers:
             self.process = _spawn(their_calls.fileno(), their_answers.fileno(), launch.num_threads)
-        with contextlib.suppress(OSError):  # it ended already; its exit code will say why
+        with contextlib.suppress(OSError):  # it has ended already; its exit code is reported
             self.calls.send(launch)
 
     def end(self, timeout_s: float) -> None:
@@ -189,12 +190,12 @@ class _Worker:
 
 def _spawn(calls_fd: int, answers_fd: int, num_threads: int) -> subprocess.Popen[bytes]:
     # A command of its own rather than a `multiprocessing` child, which would run the user's script again.
-    # It looks into the current folder only if we do: a stray torch.py there must not shadow ours.
+    # It imports from the current folder only if we do: a stray torch.py there must not shadow ours.
     sees_cwd = "" in sys.path or os.getcwd() in sys.path
     python = [sys.executable] if sees_cwd else [sys.executable, "-P"]
     return subprocess.Popen(
         [*python, "-m", _WORKER_MODULE, str(calls_fd), str(answers_fd)],
-        stdin=subprocess.PIPE,  # open for as long as we live
+        stdin=subprocess.PIPE,  # stays open while this process lives
         stdout=2,
         pass_fds=(calls_fd, answers_fd),
         env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},

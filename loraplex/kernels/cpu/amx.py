@@ -1,8 +1,7 @@
 """Matrix tiles of x86 cores (AMX), and the vector operations around them.
 
 A tile is 16 rows of 64 bytes. One instruction multiplies a tile of 16 x 32 bfloat16 by one of 32 x 16, whose
-rows hold pairs: row k has elements 2k and 2k + 1 of every column side by side. Sums are float32, 16 x 16 a
-tile.
+rows hold pairs: row k has elements 2k and 2k + 1 of every column adjacent. Sums are float32 tiles of 16 x 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type,misc"
@@ -24,7 +23,7 @@ _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 
-# Tiles 0 to 3 hold sums: of the left tiles 4 and 5 with the right tiles 6 and 7 each.
+# Tiles 0 to 3 hold sums: products of the left tiles 4 and 5 with the right tiles 6 and 7.
 _SUMS = ((0, 1), (2, 3))
 _LEFT = (4, 5)
 _RIGHT = (6, 7)
@@ -42,10 +41,10 @@ class _BFloat(ir.Type):
 
 @lru_cache(maxsize=1)
 def has_amx() -> bool:
-    """Whether this process may use bfloat16 tiles; asks the kernel for leave."""
+    """Return whether this process may use bfloat16 tiles; asks the kernel for permission."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    # Compiled for another machine than this one, tiles would not compile at all.
+    # With numba set to compile for another CPU, tile instructions would not compile.
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         return False
     features = binding.get_host_cpu_features()
@@ -70,7 +69,7 @@ def _pointer(builder, address, element=_I8):
 
 @intrinsic
 def configure_tiles(typingctx, address):
-    """Take the tiles' shapes from the 64 bytes at an address; all tiles are zero then."""
+    """Load the tiles' shapes from the 64 bytes at an address; this zeroes all tiles."""
 
     def codegen(context, builder, signature, args):
         _instruction(builder, "ldtilecfg", [_pointer(builder, args[0])])
@@ -81,7 +80,7 @@ def configure_tiles(typingctx, address):
 
 @intrinsic
 def release_tiles(typingctx):
-    """Back to no tiles at all: the state to save when this thread is interrupted is small again."""
+    """Release the tiles: the state to save when this thread is interrupted is small again."""
 
     def codegen(context, builder, signature, args):
         _instruction(builder, "tilerelease", [])
@@ -92,7 +91,7 @@ def release_tiles(typingctx):
 
 @intrinsic
 def zero_sums(typingctx):
-    """All four tiles of sums."""
+    """Zero all four tiles of sums."""
 
     def codegen(context, builder, signature, args):
         for number in (*_SUMS[0], *_SUMS[1]):
@@ -105,7 +104,8 @@ def zero_sums(typingctx):
 def _accumulate(num_left, num_right):
     @intrinsic
     def accumulate(typingctx, left, left_stride, right):
-        """sums[i][j] += left[i] @ right[j]. Left tiles are 16 rows apart, right ones follow each other."""
+        """Compute sums[i][j] += left[i] @ right[j]. Left tiles are 16 rows apart, right ones are
+        contiguous."""
 
         def codegen(context, builder, signature, args):
             left, left_stride, right = args
@@ -134,7 +134,7 @@ _accumulate_2_2 = _accumulate(2, 2)
 
 @njit(inline="always")
 def accumulate(num_left, num_right, left, left_stride, right):
-    """sums[i][j] += left[i] @ right[j] for one or two of each."""
+    """Compute sums[i][j] += left[i] @ right[j] for one or two of each."""
     if num_left > 1:
         if num_right > 1:
             _accumulate_2_2(left, left_stride, right)
@@ -148,7 +148,7 @@ def accumulate(num_left, num_right, left, left_stride, right):
 
 @intrinsic
 def store_sums(typingctx, address, stride):
-    """All four tiles of sums, as float32: those of a left tile side by side, the others 16 rows below."""
+    """Store all four tiles of sums as float32: those of one left tile adjacent, the others 16 rows below."""
 
     def codegen(context, builder, signature, args):
         address, stride = args
@@ -164,7 +164,7 @@ def store_sums(typingctx, address, stride):
 
 @intrinsic
 def transpose_tile(typingctx, source, stride, last_row, target):
-    """target[j][i] = source[i][j] for 16 x 16 words of 32 bits; rows past `last_row` repeat that."""
+    """Set target[j][i] = source[i][j] for 16 x 16 words of 32 bits; rows past `last_row` repeat that row."""
 
     def codegen(context, builder, signature, args):
         source, stride, last_row, target = args
@@ -186,7 +186,7 @@ def transpose_tile(typingctx, source, stride, last_row, target):
 
 
 def _exchange(builder, rows, step):
-    """Swap the blocks of `step` x `step` words beside the diagonal of every block twice that size."""
+    """Swap the off-diagonal blocks of `step` x `step` words within every block twice that size."""
     lows = [j if not j & step else 16 + j - step for j in range(16)]
     highs = [j + step if not j & step else 16 + j for j in range(16)]
     result = list(rows)
@@ -199,7 +199,7 @@ def _exchange(builder, rows, step):
 
 @intrinsic
 def interleave(typingctx, even, odd, target):
-    """32 elements of 16 bits from each of two addresses, in turn: to two tiles, 16 of each."""
+    """Interleave 32 elements of 16 bits from each of two addresses, into two tiles, 16 of each."""
 
     def codegen(context, builder, signature, args):
         row = ir.VectorType(_I16, 32)
@@ -217,7 +217,7 @@ def interleave(typingctx, even, odd, target):
 def _scale_and_round(width):
     @intrinsic
     def scale_and_round(typingctx, source, scale, target):
-        """float32 times a factor, as bfloat16, to nearest and even."""
+        """Multiply float32 by a factor, and round to bfloat16, to nearest even."""
 
         def codegen(context, builder, signature, args):
             floats = ir.VectorType(ir.FloatType(), width)
@@ -241,7 +241,7 @@ scale_and_round_32 = _scale_and_round(32)
 
 @intrinsic
 def zero_line(typingctx, address):
-    """64 bytes."""
+    """Zero 64 bytes."""
 
     def codegen(context, builder, signature, args):
         wide = ir.VectorType(_I32, 16)

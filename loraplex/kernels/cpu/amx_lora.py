@@ -1,8 +1,8 @@
-"""The LoRA product of a few rows in bfloat16 on one core, by matrix tiles.
+"""The LoRA product of a few rows in bfloat16 on one core, computed with matrix tiles.
 
-It reads the weights as they lie and is compiled once for all sizes. Rows go through in blocks of 32: x is
-laid out for the tiles once for all modules that share it; A goes into the tiles from where it is; of B a
-panel of a few columns at a time is interleaved, multiplied and written out.
+It reads the weights in place and is compiled once for all sizes. Rows are processed in blocks of 32: x is
+packed for the tiles once for all modules that share it; A is loaded into tiles from its place; B is
+interleaved, multiplied and written out in panels of a few columns.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -41,7 +41,7 @@ _LINE = 64
 
 
 def amx_lora() -> Callable[..., None] | None:
-    """The kernel, or None on a machine without such tiles. See `multiply` for the block it is called with."""
+    """Return the kernel, or None on a machine without such tiles. See `multiply` for its argument block."""
     if not has_amx():
         return None
     return _compiled()
@@ -53,12 +53,12 @@ def _compiled() -> Callable[..., None]:
 
 
 def takes(in_features: int, out_features: int) -> bool:
-    """Whether the sizes fill tiles; any rank does."""
+    """Return whether the sizes fill whole tiles; any rank is allowed."""
     return in_features % 32 == 0 and out_features % 32 == 0
 
 
 def scratch_bytes(in_features: int, max_rank: int) -> int:
-    """Memory that a call needs for itself, which need not be kept between calls."""
+    """Return the bytes of scratch memory that a call needs; its contents need not be kept between calls."""
     depth = -(-max_rank // 32) * 32
     return (
         2 * _LINE
@@ -72,10 +72,10 @@ def scratch_bytes(in_features: int, max_rank: int) -> int:
 
 
 def multiply(block):
-    """y = scale * (x A^T) B_t for every part.
+    """Compute y = scale * (x A^T) B_t for every part.
 
-    The block: x's address, its bytes a row, number of rows, in_features, number of parts, scratch memory at
-    the beginning of a cache line, then the parts.
+    The block: x's address, its bytes per row, number of rows, in_features, number of parts, scratch memory
+    aligned to a cache line, then the parts.
     """
     head = carray(block, _HEAD_WORDS)
     x, x_stride, num_rows = head[0], head[1], head[2]
@@ -104,7 +104,7 @@ def multiply(block):
 
 @njit(inline="always")
 def _configure(config, first_rows, second_rows):
-    """Rows of the two left tiles and of the sums that come of them; right tiles are full."""
+    """Set the rows of the two left tiles and of their sums; right tiles are full."""
     words = int64_array(config, 8)
     words[0] = 1  # palette
     words[2] = words[3] = 64 | 64 << 16 | 64 << 32 | 64 << 48  # bytes a row
@@ -114,7 +114,7 @@ def _configure(config, first_rows, second_rows):
 
 @njit(inline="always")
 def _pack_x(x, x_stride, rows, in_features, packed):
-    """Tiles of 32 inputs x 16 rows, those of all rows for the same inputs side by side."""
+    """Pack x into tiles of 32 inputs x 16 rows, with the tiles of all rows for the same inputs adjacent."""
     num_blocks = (rows + 15) // 16
     for inputs in range(in_features // 32):
         for block in range(num_blocks):
@@ -125,7 +125,7 @@ def _pack_x(x, x_stride, rows, in_features, packed):
 
 @njit(inline="always")
 def _shrink(config, packed, rows, in_features, a, rank, shrunk):
-    """(rank, 32) float32: A x^T."""
+    """Compute A x^T as (rank, 32) float32."""
     a_stride = in_features * 2
     num_blocks = (rows + 15) // 16
     for first in range(0, rank, 32):
@@ -144,7 +144,7 @@ def _shrink(config, packed, rows, in_features, a, rank, shrunk):
 
 @njit(inline="always")
 def _turn(shrunk, rows, depth, scale, corner, left):
-    """(32, depth) bfloat16: what was shrunk, scaled, a row after the other."""
+    """Transpose the shrunk values to (32, depth) bfloat16, row by row, scaled."""
     for first_row in range(0, rows, 16):
         for first in range(0, depth, 16):
             transpose_tile(shrunk + first * 128 + first_row * 4, 128, 15, corner)
@@ -155,7 +155,7 @@ def _turn(shrunk, rows, depth, scale, corner, left):
 
 @njit(inline="always")
 def _expand(config, zeros, left, depth, start, rows, part, panel):
-    """y from what was shrunk, for rows from `start` on."""
+    """Compute y from the shrunk values, for rows from `start` on."""
     b, rank, y_stride, out_features = part[1], part[2], part[5], part[6]
     y, b_stride = part[4] + start * y_stride, out_features * 2
     sums = panel + depth * _PANEL * 2
@@ -177,7 +177,8 @@ def _expand(config, zeros, left, depth, start, rows, part, panel):
 
 @njit(inline="always")
 def _pack_panel(zeros, b, b_stride, depth, rank, width, panel):
-    """Tiles of 32 ranks x 16 columns, those of one rank side by side; zero past the last rank."""
+    """Pack B into tiles of 32 ranks x 16 columns, with tiles of the same ranks adjacent; zero past the last
+    rank."""
     for pair in range(depth // 2):
         even = b + 2 * pair * b_stride
         odd = even + b_stride

@@ -1,6 +1,6 @@
 """Attention of single rows over a paged cache: one work item for each (row, KV head).
 
-The softmax is taken in one pass over the blocks, with a running maximum.
+The softmax is computed in one pass over the blocks, with a running maximum.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -17,7 +17,7 @@ from loraplex.kernels.cpu.vectors import FLOAT_BYTES, add_rows, dot, scale
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 def _attend(q, out, blocks, context_len, k_head, v_head, block_bytes, block_size, head_dim, factor, scores):
-    """One query head over its context: online softmax, block by block."""
+    """Compute one query head over its context: online softmax, block by block."""
     peak = np.float32(-3.0e38)
     total = np.float32(0.0)
     for d in range(head_dim):

@@ -1,9 +1,9 @@
 """Torch's own matrix product, callable from inside a compiled kernel.
 
 Many small products in a row are slow through torch: each wakes and joins the thread team for a few
-microseconds of work. From inside a parallel region every thread can run products of its own instead,
-with no joining between them. torch's library exports the BLAS routine it was linked with; inside a
-region that routine stays on the calling thread.
+microseconds of work. Inside a parallel region every thread can run products of its own instead, without joins
+between them. torch's library exports the BLAS routine it was linked with; inside a region that routine stays
+on the calling thread.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -25,7 +25,7 @@ _NUM_ARGUMENTS = 13
 
 @lru_cache(maxsize=1)
 def sgemm_address() -> int | None:
-    """The address of `sgemm_`; None where torch does not export it."""
+    """Return the address of `sgemm_`; None where torch does not export it."""
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
             return ctypes.cast(ctypes.CDLL(str(library)).sgemm_, ctypes.c_void_p).value
@@ -53,7 +53,7 @@ def _call_with_pointers(typingctx, function, arguments):
 
 @njit(error_model="numpy")
 def sgemm(routine, transpose_a, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """c = alpha * op(a) b + beta * c in column-major order; matrices are addresses of float32."""
+    """Compute c = alpha * op(a) b + beta * c in column-major order; matrices are addresses of float32."""
     letters = np.array([84 if transpose_a else 78, 78], dtype=np.uint8)  # "T" or "N"
     sizes = np.array([m, n, k, lda, ldb, ldc], dtype=np.int32)
     factors = np.array([alpha, beta], dtype=np.float32)
@@ -76,5 +76,5 @@ def sgemm(routine, transpose_a, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
             size + 20,
         ),
     )
-    # The arrays must outlive the call that was given their addresses.
+    # The arrays must outlive the call that uses their addresses.
     return letters[0] + sizes[0] + factors[0]

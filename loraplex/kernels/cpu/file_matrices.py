@@ -1,6 +1,6 @@
-"""Matrices read from a file to where they belong, many in one call, without the interpreter's lock.
+"""Reads matrices from a file into their memory, many in one call, without the GIL.
 
-A thread that comes back to Python for every matrix waits for the lock longer than it reads.
+A thread that returned to Python for every matrix would wait longer for the GIL than it reads.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -23,7 +23,7 @@ from loraplex.kernels.cpu.intrinsics import int16_array, int32_array, uint64_at
 _HEAD_WORDS: Final = 5
 _MATRIX_WORDS: Final = 8
 _BLOCK_ROWS: Final = 32
-"""Rows that are turned at a time: their columns fill cache lines."""
+"""Rows that are transposed at a time: their columns fill cache lines."""
 
 _compiling = threading.Lock()
 _EVEN, _ODD = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFF0000FFFF0000)
@@ -35,7 +35,7 @@ _pread = types.ExternalFunction("pread", types.int64(types.int32, types.int64, t
 
 class FileMatrix(NamedTuple):
     """Rows of a matrix that begin at a byte of a file, columns [first_column, end_column) of them, and the
-    address they go to: as they are, or with rows and columns exchanged."""
+    address they are copied to, as they are or transposed."""
 
     begin: int
     num_rows: int
@@ -52,8 +52,8 @@ class FileMatrix(NamedTuple):
 
 
 def read_matrices(fd: int, matrices: Sequence[FileMatrix], scratch: npt.NDArray[np.uint8]) -> int:
-    """Read them in this order. Returns how many were read: fewer if the file ended or could not be read.
-    `scratch` holds the longest of their rows."""
+    """Read the matrices in this order, and return how many were read: fewer if the file ended or could not be
+    read. `scratch` must hold the longest of their rows."""
     assert all(matrix.element_bytes in (2, 4) for matrix in matrices)
     assert all(matrix.row_bytes <= scratch.nbytes for matrix in matrices)
     words = [0, fd, len(matrices), scratch.ctypes.data, scratch.nbytes]
@@ -65,7 +65,7 @@ def read_matrices(fd: int, matrices: Sequence[FileMatrix], scratch: npt.NDArray[
 
 
 def compile_reader() -> Callable[[Any], None]:
-    """Before its first use, if it was not done ahead; whoever comes meanwhile waits."""
+    """Return the compiled reader; compiles it on the first call, while concurrent callers wait."""
     with _compiling:
         return _compiled()
 
@@ -76,8 +76,8 @@ def _compiled() -> Callable[[Any], None]:
 
 
 def _read_matrices(block):
-    """The block: how many are done, the file, how many there are, scratch memory and its size; then of each
-    matrix the fields of `FileMatrix`."""
+    """Read matrices. The block: number done, file, number of matrices, scratch memory and its size; then the
+    fields of `FileMatrix` of each."""
     head = carray(block, _HEAD_WORDS)
     num_matrices = head[2]
     words = carray(block, _HEAD_WORDS + num_matrices * _MATRIX_WORDS)
@@ -90,7 +90,7 @@ def _read_matrices(block):
 
 @njit
 def _read_matrix(fd, words, first, scratch, scratch_bytes):
-    """Words from `first` on are the fields of a `FileMatrix`."""
+    """Read one matrix; words from `first` on are the fields of a `FileMatrix`. Return False on failure."""
     begin, num_rows, num_columns = words[first], words[first + 1], words[first + 2]
     left, width, target = words[first + 3], words[first + 4] - words[first + 3], words[first + 5]
     transposed, size = words[first + 6] != 0, words[first + 7]
@@ -102,7 +102,7 @@ def _read_matrix(fd, words, first, scratch, scratch_bytes):
         count = min(rows_at_once, num_rows - row)
         if not _read_all(fd, begin + row * row_bytes, scratch, count * row_bytes):
             return False
-        # Where a row's and a column's next elements are put.
+        # Distances between the targets of a column's and of a row's next elements.
         down, right = (1, num_rows) if transposed else (width, 1)
         source, placed = scratch + left * size, target + row * down * size
         if size == 2 and transposed and row_bytes % 8 == 0 and width % 4 == 0 and (count | num_rows) % 4 == 0:
@@ -136,7 +136,7 @@ def _place(source, placed, num_rows, num_columns, width, down, right):
 
 @njit
 def _turn_fours(source, placed, num_rows, row_bytes, width, turned_row_bytes):
-    """Rows to columns, elements of two bytes, four by four in eight loads and stores."""
+    """Transpose elements of two bytes, four by four in eight loads and stores."""
     for top in range(0, num_rows, _BLOCK_ROWS):
         bottom = min(top + _BLOCK_ROWS, num_rows)
         for column in range(0, width, 4):

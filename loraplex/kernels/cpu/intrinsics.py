@@ -1,4 +1,4 @@
-"""The few machine-level operations numba does not offer: raw pointers, atomics, a bit cast."""
+"""Machine-level operations that numba lacks: raw pointers, atomics, a bit cast."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
 
@@ -13,7 +13,8 @@ from numba.extending import intrinsic
 
 
 def _pointer_to(pointed, element):
-    """What makes an integer address a pointer to this type: LLVM's name of it, and numba's."""
+    """Return an intrinsic that converts an integer address to a pointer, given its type in LLVM and in
+    numba."""
 
     @intrinsic
     def pointer(typingctx, address):
@@ -33,7 +34,7 @@ _int16_pointer = _pointer_to(ir.IntType(16), types.int16)
 
 @intrinsic
 def _fetch_add(typingctx, pointer):
-    """Atomically add one to an int64 in memory and return what it was."""
+    """Atomically add one to an int64 in memory and return its old value."""
 
     def codegen(context, builder, signature, args):
         one = ir.Constant(ir.IntType(64), 1)
@@ -44,7 +45,7 @@ def _fetch_add(typingctx, pointer):
 
 @intrinsic
 def load_acquire(typingctx, address):
-    """The int64 at an address. What was written before it was stored there is seen after this."""
+    """Load the int64 at an address with acquire order: writes before its store are visible afterwards."""
 
     def codegen(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -55,7 +56,7 @@ def load_acquire(typingctx, address):
 
 @intrinsic
 def store_release(typingctx, address, value):
-    """Put an int64 at an address. Who loads it there sees all that was written before this."""
+    """Store an int64 at an address with release order: a load of it sees all writes before this."""
 
     def codegen(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -67,7 +68,7 @@ def store_release(typingctx, address, value):
 
 @intrinsic
 def relax(typingctx):
-    """Tell the core that it is in a loop that waits."""
+    """Hint to the core that it is in a spin loop."""
 
     def codegen(context, builder, signature, args):
         i32 = ir.IntType(32)
@@ -86,7 +87,7 @@ def relax(typingctx):
 
 @intrinsic
 def bits_as_float32(typingctx, bits):
-    """The float32 whose bit pattern is the given int32."""
+    """Return the float32 with the given int32 bit pattern."""
 
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
@@ -96,7 +97,7 @@ def bits_as_float32(typingctx, bits):
 
 @intrinsic
 def _prefetch_line(typingctx, address):
-    """Ask for the cache line at an integer address; never faults, whatever the address."""
+    """Prefetch the cache line at an integer address; never faults, whatever the address."""
 
     def codegen(context, builder, signature, args):
         pointer = ir.IntType(8).as_pointer()
@@ -143,7 +144,7 @@ def uint64_at(address):
 
 @njit(inline="always")
 def claim(block):
-    """The next work item of a parallel region. `block` is the kernel's argument block."""
+    """Return the next work item of a parallel region. `block` is the kernel's argument block."""
     return _fetch_add(block)
 
 
@@ -154,9 +155,9 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 
 @njit(inline="always", fastmath={"contract", "reassoc", "nsz"})
 def fast_exp(x):
-    """exp(x) in float32 to 2e-7 relative, in plain arithmetic so that loops over it vectorise.
+    """Return exp(x) in float32 to 2e-7 relative, in plain arithmetic so that loops over it vectorise.
 
-    Range reduction to |r| <= ln2/2, a degree-6 polynomial, and the power of two by the exponent bits.
+    Uses range reduction to |r| <= ln2/2, a degree-6 polynomial, and the power of two by the exponent bits.
     """
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * _LOG2_E + np.float32(0.5))

@@ -1,9 +1,9 @@
 """LoRA for segments of a few rows: memory-bound work, one pass over each adapter's weights.
 
-A work item is a segment, or one module of it where segments are too few to share out. Its thread
-shrinks the segment's rows with A into a small buffer, then expands with B transposed straight into the
-base output. Nothing is gathered or padded: the cost is the adapter's own rank. Long segments are
-compute-bound and go to the matrix library.
+A work item is a segment, or one module of it if there are few segments. Its thread shrinks the segment's rows
+with A into a small buffer, then expands with B transposed straight into the base output. Nothing is gathered
+or padded: the cost depends on the adapter's own rank. Long segments are compute-bound and go to the matrix
+library.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -21,14 +21,14 @@ from loraplex.kernels.lora import TABLE_COLUMNS
 
 _SEGMENT_COLUMNS = 3
 _RANKS_AT_ONCE = 4
-"""Rows of A asked for ahead of use, and rows of B that stay in the first cache while every row of the
-segment uses them. The weights of a step's adapters come from DRAM in many short streams, which
-hardware prefetch alone does not keep up with."""
+"""Rows of A to prefetch, and rows of B that stay in the L1 cache while every row of the segment uses them.
+The weights of a step's adapters come from DRAM in many short streams, which hardware prefetch alone does not
+keep up with."""
 
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 def _shrink(x, x_stride, num_rows, in_features, a, rank, scale, shrunk):
-    """shrunk = scale * x A^T; every row of A is read once, for all rows of x."""
+    """Compute shrunk = scale * x A^T; every row of A is read once, for all rows of x."""
     for j in range(rank):
         a_row = float32_array(a + j * in_features * FLOAT_BYTES, in_features)
         prefetch(a + (j + _RANKS_AT_ONCE) * in_features * FLOAT_BYTES, in_features * FLOAT_BYTES)
@@ -39,7 +39,7 @@ def _shrink(x, x_stride, num_rows, in_features, a, rank, scale, shrunk):
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 def _expand(y, y_stride, num_rows, out_features, b, rank, shrunk):
-    """y += shrunk B^T; a few rows of B at a time stay in the first cache for all rows of y."""
+    """Compute y += shrunk B^T; a few rows of B at a time stay in the L1 cache for all rows of y."""
     for j in range(0, rank, _RANKS_AT_ONCE):
         count = min(_RANKS_AT_ONCE, rank - j)
         prefetch(b + (j + count) * out_features * FLOAT_BYTES, count * out_features * FLOAT_BYTES)
@@ -51,7 +51,7 @@ def _expand(y, y_stride, num_rows, out_features, b, rank, shrunk):
 
 @njit(error_model="numpy")
 def _add_segment(x, x_stride, y, y_stride, num_rows, in_features, modules, num_modules):
-    """All the shrinks, then all the expands: the order in which the weights lie in memory."""
+    """Compute all shrinks, then all expands: the order of the weights in memory."""
     total_rank = 0
     for m in range(num_modules):
         total_rank += modules[m * TABLE_COLUMNS + 2]
@@ -74,7 +74,7 @@ def _add_segment(x, x_stride, y, y_stride, num_rows, in_features, modules, num_m
 
 @njit(error_model="numpy")
 def _multiply_segment(routine, x, x_stride, y, y_stride, num_rows, in_features, modules, num_modules):
-    """The same for many rows, by matrix products: one for all the shrinks, one for each expand."""
+    """Do the same for many rows, by matrix products: one for all the shrinks, one for each expand."""
     total_rank = 0
     first = 0
     for m in range(num_modules):
@@ -101,7 +101,7 @@ def _multiply_segment(routine, x, x_stride, y, y_stride, num_rows, in_features, 
                 address + start * FLOAT_BYTES, total_rank, 1.0, y + row[3] * FLOAT_BYTES, y_stride,
             )  # fmt: skip
         start += rank
-    shrunk[0] = 0.0  # the array must outlive the calls that were given its address
+    shrunk[0] = 0.0  # the array must outlive the calls that use its address
 
 
 def _lora_products(block):

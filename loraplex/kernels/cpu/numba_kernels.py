@@ -21,15 +21,15 @@ from loraplex.kernels.interface import PackedLinear
 from loraplex.kernels.lora import LoraSegment, add_lora_segment
 from loraplex.kernels.reference import TorchKernels, TorchLinear
 
-# A segment this long or longer is compute-bound: the matrix library beats one pass over the weights.
+# A segment this long or longer is compute-bound: the matrix library is faster than one pass over the weights.
 _GEMM_ROWS = 6
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 16, 128
-# From so many short segments on, each is one work item: its weights are then one stream in memory.
+# With at least this many short segments, each is one work item: its weights are then one stream in memory.
 _WHOLE_SEGMENTS = 8
 # The blocked layout oneDNN chooses depends little on the batch; this is a decode batch.
 _PACK_ROWS = 16
-# oneDNN compiles a product for each number of rows, and keeps 1,024 of them: a few linears times all sizes of
-# steps are more, and were compiled again and again. It looks at this when it is first used.
+# oneDNN compiles a product for each number of rows, and caches 1,024 of them: a few linears times all step
+# sizes are more, and were compiled again and again. It reads this variable when it is first used.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 
 
@@ -48,11 +48,11 @@ class PackedFloat32Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoraSplit:
-    """A step's segments as the kernels' arrays, by which kernel takes them.
+    """A step's segments as the kernels' arrays, by the kernel that computes them.
 
-    short: few rows, bound by memory; highest rank first, to balance the threads. long: bound by
-    arithmetic, cut into blocks of rows to share out. `segments` keeps the weights behind the addresses
-    alive, and is what is used for long ones where torch exports no matrix product.
+    short: few rows, memory-bound; highest rank first, to balance the threads. long: compute-bound, cut into
+    blocks of rows to distribute. `segments` keeps the weights behind the addresses alive, and is used for
+    long ones where torch exports no matrix product.
     """
 
     short: npt.NDArray[np.int64]
@@ -61,7 +61,7 @@ class _LoraSplit:
 
 
 class NumbaKernels(TorchKernels):
-    """Float32 on CPU: oneDNN for the matrix products, compiled kernels for all between them."""
+    """Float32 on CPUs: oneDNN for matrix products, compiled kernels for everything between them."""
 
     def __init__(self, head_dim: int) -> None:
         self._softmax_scale = torch.tensor([head_dim**-0.5], dtype=torch.float32)
@@ -207,7 +207,7 @@ class NumbaKernels(TorchKernels):
 
 
 def _row_blocks(segments: Sequence[LoraSegment]) -> list[tuple[int, int, LoraSegment]]:
-    """Segments cut so that every thread gets some, without blocks too small for a matrix product."""
+    """Cut segments so that every thread gets some, without blocks too small for a matrix product."""
     num_rows = sum(segment.end - segment.start for segment in segments)
     block = max(_MIN_BLOCK_ROWS, min(_MAX_BLOCK_ROWS, -(-num_rows // torch.get_num_threads())))
     return [

@@ -1,6 +1,6 @@
 """Row-wise kernels: norm, residual add, rotary embedding with the cache write, gated activation.
 
-Work items are runs of rows, so that a claim is cheap beside the work it buys.
+Work items are runs of rows, so that claiming one is cheap relative to its work.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"

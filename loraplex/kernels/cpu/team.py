@@ -1,12 +1,12 @@
-"""Compiled kernels run on torch's own thread team.
+"""Runs compiled kernels on torch's own thread team.
 
-A second thread pool beside torch's would fight it for the cores: OpenMP workers spin for a while after
-each region, so the other pool's workers wait for a time slice. Torch's wheels carry GNU OpenMP; its
-entry point `GOMP_parallel` runs any C function on the very team torch uses, in about two microseconds.
+A second thread pool beside torch's would compete for the cores: OpenMP workers spin for a while after each
+region, so the other pool's workers wait for a time slice. Torch's wheels carry GNU OpenMP; its entry point
+`GOMP_parallel` runs any C function on the team that torch uses, in about two microseconds.
 
-A kernel is a numba `cfunc` of one pointer: an int64 argument block whose first element is a shared
-counter. Threads claim work items from it (`intrinsics.claim`) until none is left, so a kernel is
-correct on any number of threads, one included.
+A kernel is a numba `cfunc` of one pointer: an int64 argument block whose first element is a shared counter.
+Threads claim work items from it (`intrinsics.claim`) until none is left, so a kernel is correct on any number
+of threads, including one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from loraplex.core.paths import cache_dir
 
 
 def kernel(function: Callable[[Any], None]) -> int:
-    """Compile a kernel body (cached on disk) and return its address. One at a time: where numba keeps what it
-    compiles is told to all threads."""
+    """Compile a kernel body (cached on disk) and return its address. One at a time: numba's cache folder is a
+    global setting."""
     with _compiling, _disk_cache() as is_cached:
         compiled = cfunc("void(CPointer(int64))", cache=is_cached, nopython=True)(function)
     _keep_alive.append(compiled)
@@ -39,10 +39,10 @@ def kernel(function: Callable[[Any], None]) -> int:
 
 @contextmanager
 def _disk_cache() -> Iterator[bool]:
-    """Compile into a folder named after the kernels' sources; False where it cannot be written.
+    """Set numba's cache to a folder named after a hash of the kernels' sources; yield False where it cannot
+    be written.
 
-    numba's own place for compiled code only notices changes of the file a kernel stands in, not of the
-    files it calls into.
+    numba's own cache notices only changes of the file that defines a kernel, not of the files it calls into.
     """
     folder = cache_dir() / "kernels" / _source_hash()
     before = numba.config.CACHE_DIR
@@ -68,11 +68,11 @@ def _source_hash() -> str:
 
 _compiling = threading.Lock()
 _keep_alive: list[Any] = []
-"""Compiled code lives as long as its object; addresses are handed out for the life of the process."""
+"""Compiled code lives as long as its object; addresses are valid for the life of the process."""
 
 
 def run(kernel_address: int, args: Sequence[int]) -> None:
-    """Run a kernel on torch's threads and wait for it. `args` follow the counter in the block."""
+    """Run a kernel on torch's threads and wait for it. `args` follow the counter in the argument block."""
     block = (ctypes.c_int64 * (len(args) + 1))(0, *args)
     _launcher()(kernel_address, block)
 
@@ -97,7 +97,8 @@ _SERIAL_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _find_gomp_parallel() -> Any | None:
-    """`GOMP_parallel` of the OpenMP runtime that torch loaded; None where torch uses another runtime."""
+    """Return `GOMP_parallel` of the OpenMP runtime that torch loaded; None where torch uses another
+    runtime."""
     folder = Path(torch.__file__).parent
     for library in sorted([*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]):
         try:

@@ -1,4 +1,4 @@
-"""The inner loops that the kernels share, over runs of float32 given by address."""
+"""Inner loops shared by the kernels, over float32 arrays given by address."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
 
@@ -34,9 +34,9 @@ def scale(x, size, factor):
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 def add_rows(out, size, weights, num_rows, rows):
-    """out += sum of weights[j] * row j, for rows of `size` floats that lie one behind the other.
+    """Add the sum of weights[j] * row j to out, for contiguous rows of `size` floats.
 
-    Four rows at a time, so that `out` is loaded and stored once for four of them.
+    Works on four rows at a time, so that `out` is loaded and stored once for four of them.
     """
     row_bytes = size * FLOAT_BYTES
     whole = num_rows - num_rows % 4

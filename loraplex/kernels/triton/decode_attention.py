@@ -1,7 +1,7 @@
-"""Attention of rows that are one new token each, over their paged contexts.
+"""Attention of decode rows, one new token each, over their paged contexts.
 
-Reading keys and values is all that costs, so a context is split among programs until the device is full
-(flash decoding), and a second, small kernel weighs what the splits found.
+Reading keys and values dominates the cost, so a context is split among programs until the device is full
+(flash decoding), and a second, small kernel combines the splits' results by their weights.
 
 Shapes: T rows of the batch, O the columns of stacked (q, k, v) or of the query heads, D decode rows,
 B blocks of a table, P parts (row, query head, split), H head size.
@@ -29,8 +29,8 @@ from loraplex.kernels.triton.paged_attention import (
 
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 16
-# A program holds (stages - 1) tiles of keys and as many of values in shared memory, all on their way while it
-# computes. Deeper or larger leaves room for fewer programs.
+# A program holds (stages - 1) tiles of keys and of values in shared memory, all in flight while it
+# computes. More stages or larger tiles leave room for fewer programs.
 _TILE_BYTES = 64 * 128 * 2
 _NUM_WARPS = 4
 _NUM_STAGES = 3
@@ -39,7 +39,7 @@ _COMBINE_WARPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeScratch:
-    """Where splits leave the values they weighed, and log2 of their weight. Lives for one call: share it."""
+    """Weighted values and log2 weights of the splits. Used within one call only: share it."""
 
     values_PH: torch.Tensor
     weights_P: torch.Tensor
@@ -48,7 +48,7 @@ class DecodeScratch:
     def empty(
         cls, *, num_heads: int, num_kv_heads: int, head_dim: int, num_sms: int, device: torch.device
     ) -> DecodeScratch:
-        """Enough for whatever `choose_num_splits` says: the more rows, the fewer splits."""
+        """Return enough for any result of `choose_num_splits`: the more rows, the fewer splits."""
         num_parts = num_sms * _PROGRAMS_PER_SM * (num_heads // num_kv_heads)
         return cls(
             values_PH=torch.empty(num_parts, head_dim, dtype=torch.float32, device=device),
@@ -57,7 +57,8 @@ class DecodeScratch:
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
-    """Into how many parts contexts are split, so that few rows fill the device; a power of two."""
+    """Return the number of parts that contexts are split into, so that few rows fill the device; a power of
+    two."""
     wanted = num_sms * _PROGRAMS_PER_SM // max(num_rows * num_kv_heads, 1)
     num_splits = 1
     while num_splits * 2 <= min(wanted, _MAX_SPLITS):
@@ -76,14 +77,14 @@ def decode_attention(
     num_splits: int,
     scratch: DecodeScratch | None,
 ) -> None:
-    """Attention of rows `rows_D` over their contexts, which include themselves.
+    """Compute the attention of rows `rows_D` over their contexts, which include themselves.
 
     For a context of 0 (padding) nothing is read or written. One split needs no scratch.
     """
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     num_rows, num_heads = contexts_D.shape[0], out_TO.shape[1] // head_dim
     check_layout(qkv_TO, blocks_DB, k_cache, v_cache, out_TO)
-    # With one split nothing touches these two: any tensor will do.
+    # With one split these two are not used: any tensor will do.
     values, weights = out_TO, out_TO
     if num_splits > 1:
         assert scratch is not None
@@ -96,7 +97,7 @@ def decode_attention(
         "NUM_SPLITS": num_splits,
     }
     group = num_heads // num_kv_heads
-    # All heads of a row before the next row: programs start in this order, and long contexts stand first.
+    # All heads of a row before the next row: programs start in this order, and long contexts come first.
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
         qkv_TO,
         rows_D,
@@ -134,11 +135,12 @@ def decode_attention(
 
 @triton.jit
 def _split_tokens(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Tokens of every split but the last: whole tiles. A short context leaves the later splits empty."""
+    """Return the tokens of every split but the last, whole tiles. A short context leaves the later splits
+    empty."""
     return tl.cdiv(tl.cdiv(context, TILE), NUM_SPLITS) * TILE
 
 
-# Tables differ from step to step in width and in where they start: no new kernel for their divisors.
+# Tables differ from step to step in width and start: do not specialise the kernel on these.
 @Kernel
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["rows", "contexts", "blocks"])
 def _decode_kernel(
@@ -167,7 +169,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One split of one row's context, for all query heads of one KV head."""
+    """Compute one split of one row's context, for all query heads of one KV head."""
     kv_head, index, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     context = tl.load(contexts + index).to(tl.int32)
     split_tokens = _split_tokens(context, TILE, NUM_SPLITS)
@@ -229,7 +231,7 @@ def _combine_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """One row and query head: the splits' values, weighed."""
+    """Combine the splits' values of one row and query head by their weights."""
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(contexts + index).to(tl.int32)
     if context == 0:
@@ -239,7 +241,7 @@ def _combine_kernel(
     dims_D = tl.arange(0, BLOCK_D)
     inside_D = dims_D < HEAD_DIM
     parts_S = (index * tl.num_programs(1) + head) * NUM_SPLITS + splits_S
-    # Empty splits wrote nothing: what lies in their place may be anything.
+    # Empty splits wrote nothing: their memory may hold anything.
     used_S = splits_S * _split_tokens(context, TILE, NUM_SPLITS) < context
     weights_S = tl.load(weights + parts_S, mask=used_S, other=float("-inf"))
     at_SD = (parts_S * HEAD_DIM)[:, None] + dims_D[None, :]

@@ -1,7 +1,7 @@
-"""Kernels that fail by name: what cannot be compiled or launched is told with the shapes it was for.
+"""A wrapper of Triton kernels: errors of compiling and launching name the kernel and the shapes.
 
-Launches can also be collected instead of carried out (`collect_launches`), to compile what they need ahead
-of the first of them, several kernels at a time.
+Launches can also be collected instead of executed (`collect_launches`), to compile what they need ahead of
+the first of them, several kernels at a time.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -25,7 +25,7 @@ from loraplex.core.errors import KernelError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectedLaunch:
-    """A launch that was not carried out."""
+    """A launch that was recorded instead of executed."""
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -44,7 +44,8 @@ _collected: ContextVar[_Collected | None] = ContextVar("collected launches", def
 
 @contextmanager
 def collect_launches() -> Iterator[_Collected]:
-    """Within it, this thread launches nothing: yields one launch for each variant that would be compiled."""
+    """Record this thread's launches instead of executing them: one for each variant that would be
+    compiled."""
     found: _Collected = {}
     token = _collected.set(found)
     try:
@@ -54,11 +55,12 @@ def collect_launches() -> Iterator[_Collected]:
 
 
 class Kernel:
-    """Put above `triton.jit` on whatever is launched with a grid; launched as ever, `kernel[grid](...)`.
+    """Put above `triton.jit` on every kernel that is launched with a grid; launch it as usual,
+    `kernel[grid](...)`.
 
-    Costs a call a launch. Triton's own errors say which line or how many bytes, not of which kernel or for
-    which sizes; the driver's are bare RuntimeErrors. An error of a kernel that was launched before may come
-    to light here, too, as the device runs behind: its cause ("illegal memory access") tells.
+    Costs one call per launch. Triton's own errors give the line or the number of bytes, not the kernel or the
+    sizes; the driver's are bare RuntimeErrors. An error of a kernel launched earlier may also surface here,
+    because the device runs asynchronously; its cause ("illegal memory access") shows that.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -79,10 +81,10 @@ class Kernel:
             raise KernelError(self._describe(grid, args, constants, error)) from error
 
     def hash(self) -> None:
-        """Have Triton compute the key that it keeps the compiled kernel under.
+        """Make Triton compute the key under which it caches the compiled kernel.
 
-        A key depends on which kernels that call the same functions were hashed before. Where threads compile,
-        that order is another in every process, and what one has compiled another does not find.
+        A key depends on which kernels that call the same functions were hashed before. If threads compile,
+        that order differs between processes, and one does not find what another has compiled.
         """
         _ = self._jitted.cache_key
 
@@ -91,13 +93,13 @@ class Kernel:
         try:
             compiled = self._jitted.warmup(*args, grid=grid, **constants)
             if compiled is not None:
-                _ = compiled.run  # loads it: a graph's capture must not
-        except (TritonError, RuntimeError, OSError) as error:  # or the cache's disk is full
+                _ = compiled.run  # loads it: a graph capture must not
+        except (TritonError, RuntimeError, OSError) as error:  # OSError: the cache's disk may be full
             raise KernelError(self._describe(grid, args, constants, error)) from error
 
     def _variant(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what Triton compiles a kernel anew for: types, and which of the arguments are 1 or divisible
-        by 16, but for those that the kernel says not to look at."""
+        """Return what Triton specialises a kernel on: types, and which of the arguments are 1 or divisible by
+        16, except those that the kernel excludes."""
         seen: list[Any] = [self]
         for parameter, value in zip(self._jitted.params, args, strict=False):
             if isinstance(value, TensorDescriptor):
@@ -121,7 +123,7 @@ class Kernel:
         named = zip(inspect.signature(function).parameters, args, strict=False)
         given = ", ".join(f"{name} {_shown(value)}" for name, value in named)
         sizes = ", ".join(f"{name}={_shown(value)}" for name, value in constants.items())
-        # A compilation error quotes the source first; what is wrong comes last.
+        # A compilation error quotes the source first; the cause comes last.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = lines[-1] if lines else "no reason given"
         return (

@@ -1,9 +1,9 @@
-"""Keeps Triton from giving a kernel the launcher of another one, where threads load several at a time.
+"""Prevents Triton from giving a kernel another kernel's launcher, where threads load several at a time.
 
 Up to Triton 3.6 every signature of a kernel has a launcher of its own, a compiled Python module, and all of
-these modules have one name. If a module is loaded that this process has loaded before, Python does not make a
-new object: it writes the module's functions into the object that was loaded last under that name. Between
-loading a launcher and reading its function, another thread can so replace the function.
+these modules have the same name. If a module is loaded that this process has loaded before, Python does not
+make a new object: it writes the module's functions into the object that was loaded last under that name.
+Between loading a launcher and reading its function, another thread can thus replace the function.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _lock = threading.Lock()
 
 
 def load_modules_apart() -> None:
-    """Have Triton read what a module holds before any other one is loaded, from now on."""
+    """Make Triton read a module's contents before any other module is loaded, from now on."""
     load: _LoadModule | None = getattr(build, _PATCHED, None)
     if load is not None and not hasattr(load, "__wrapped__"):
         setattr(build, _PATCHED, loaded_apart(load))
 
 
 def loaded_apart(load: _LoadModule) -> _LoadModule:
-    """Return a function that loads a module and returns what is in it, as a namespace of its own."""
+    """Return a function that loads a module and returns its contents as a separate namespace."""
 
     @wraps(load)
     def load_one(name: str, path: str) -> SimpleNamespace:

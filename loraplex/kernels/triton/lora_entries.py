@@ -1,15 +1,15 @@
-"""How a program of the LoRA kernels finds its weights.
+"""Lookup of a program's weights in the LoRA kernels.
 
-Every adapter has a table in device memory (`kernels.lora`), whose addresses count from the table itself, so
-that an adapter can be moved. Once a step, the tables of its segments are laid side by side by table row, with
-real addresses, so that a program's own entry stands at an address it knows from its ids alone: one trip to
-memory before the weights, not three.
+Every adapter has a table in device memory (`kernels.lora`), whose addresses are relative to the table itself,
+so that an adapter can be moved. Once per step, the tables of its segments are gathered by table row, with
+absolute addresses, so that a program can compute the address of its entry from its ids: one memory access
+before the weights, not three.
 
     segments (N, 2)                     first row, number of rows (0: nothing to do)
     tables   (N,)                       address of the adapter's table
     entries  (layers * modules, N, 6)   the segments' table rows, gathered
 
-A launch depends on nothing but N, so a captured graph serves whatever adapters the next step brings.
+A launch depends only on N, so a captured graph serves any adapters of later steps.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -29,20 +29,21 @@ _BLOCK = 1024
 
 @triton.jit
 def segment_of(segments):
-    """First row and number of rows of this program's segment."""
+    """Return the first row and number of rows of this program's segment."""
     segment = segments + tl.program_id(0) * 2
     return tl.load(segment), tl.load(segment + 1)
 
 
 @triton.jit
 def entry_of(entries, table_row):
-    """Where the table row of this program's segment stands."""
+    """Return the address of the table row of this program's segment."""
     return entries + (table_row * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
 
 
 @triton.jit
 def group_rank(entry, NUM_MODULES: tl.constexpr):
-    """Address of the stacked A's of the group that begins at this entry, and their number of rows."""
+    """Return the address of the stacked A's of the group that begins at this entry, and their number of
+    rows."""
     address = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.int64)
     for m in tl.static_range(NUM_MODULES):
@@ -56,7 +57,8 @@ def group_rank(entry, NUM_MODULES: tl.constexpr):
 
 @triton.jit
 def weights_at(address, dtype: tl.constexpr, ROW: tl.constexpr):
-    """A pointer to rows of weights. Slabs are aligned; if their rows are, loads can be 16 bytes wide."""
+    """Return a pointer to rows of weights. Slabs are aligned; if their rows are, loads can be 16 bytes
+    wide."""
     pointer = address.to(tl.pointer_type(dtype))
     if ROW % 8 == 0:
         pointer = tl.multiple_of(pointer, 16)
@@ -65,7 +67,7 @@ def weights_at(address, dtype: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def rank_before(entries, table_row, module):
-    """Rows of the stacked A's that belong to the group's modules before this one."""
+    """Return the number of rows of the stacked A's that belong to the group's modules before this one."""
     first = tl.load(entry_of(entries, table_row) + 2, mask=module > 0, other=0)
     second = tl.load(entry_of(entries, table_row + 1) + 2, mask=module > 1, other=0)
     return first + second
@@ -73,7 +75,7 @@ def rank_before(entries, table_row, module):
 
 @triton.jit
 def module_of_block(block, OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which module a block of output columns belongs to: modules follow each other in whole blocks.
+    """Return which module a block of output columns belongs to; modules occupy whole blocks, in order.
 
     Returns the module, the block within it, its width, and its first column in the group's output.
     """
@@ -83,7 +85,7 @@ def module_of_block(block, OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.cons
     before = tl.where(module == 0, 0, tl.where(module == 1, blocks0, blocks0 + blocks1))
     out = tl.where(module == 0, OUT0, tl.where(module == 1, OUT1, OUT2))
     out_start = tl.where(module == 0, 0, tl.where(module == 1, OUT0, OUT0 + OUT1))
-    if (OUT0 | OUT1 | OUT2) % 8 == 0:  # known of each, and lost by the choice between them
+    if (OUT0 | OUT1 | OUT2) % 8 == 0:  # known of each, but lost by selecting between them
         out = tl.multiple_of(out, 8)
         out_start = tl.multiple_of(out_start, 8)
     return module, block - before, out, out_start
@@ -91,7 +93,7 @@ def module_of_block(block, OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.cons
 
 @Kernel
 @triton.jit(
-    do_not_specialize=["num_values"],  # it has the number of layers in it
+    do_not_specialize=["num_values"],  # it depends on the number of layers
     do_not_specialize_on_alignment=["segments", "tables", "entries"],
 )
 def _gather(segments, tables, entries, num_values, BLOCK: tl.constexpr):
@@ -110,7 +112,7 @@ def _gather(segments, tables, entries, num_values, BLOCK: tl.constexpr):
 
 
 def gather_entries(segments_N2: torch.Tensor, tables_N: torch.Tensor, entries: torch.Tensor) -> None:
-    """Lay the tables of a step's segments side by side; those of empty segments are left as they are."""
+    """Gather the tables of a step's segments; entries of empty segments are not written."""
     num_values = entries.shape[0] * entries.shape[2]
     _gather[(segments_N2.shape[0], triton.cdiv(num_values, _BLOCK))](
         segments_N2, tables_N, entries, num_values, BLOCK=_BLOCK

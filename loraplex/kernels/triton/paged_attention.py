@@ -1,10 +1,10 @@
-"""What decode and prefill attention share: the walk of a tile of query rows over a paged context.
+"""Code that decode and prefill attention share: the loop of a tile of query rows over a paged context.
 
-Scores are taken to base 2, the base of the hardware's exponential, and summed in float32.
+Scores use base 2, the base of the hardware's exponential, and are summed in float32.
 
 Shapes, in all attention kernels: M rows of a query tile, L tokens of a key tile, D head size padded to a
-power of two. Caches are (num_blocks, num_kv_heads, block_size, head_dim), strided at will but for the last
-dimension; offsets into them are 64-bit, as a cache may be larger than 2^31 elements.
+power of two. Caches are (num_blocks, num_kv_heads, block_size, head_dim), with any strides except in the last
+dimension; offsets into them are 64-bit, because a cache may be larger than 2^31 elements.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call"
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-# The least a tensor core takes in any dimension.
+# The smallest dimension of a tensor core product.
 MIN_DOT = 16
 _MAX_TILE_TOKENS = 128
 
@@ -32,7 +32,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 def tile_tokens(tile_bytes: int, cache: torch.Tensor) -> int:
-    """Tokens of a key tile of about `tile_bytes`; a power of two."""
+    """Return the tokens of a key tile of about `tile_bytes`; a power of two."""
     token_bytes = padded_dim(cache.shape[3]) * cache.element_size()
     return min(max(tile_bytes // token_bytes, MIN_DOT), _MAX_TILE_TOKENS)
 
@@ -71,9 +71,9 @@ def attend(
     MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Walk over the keys [begin, end): running peak, total of weights, and weighted sums of values.
+    """Iterate over the keys [begin, end): running peak, total of weights, and weighted sums of values.
 
-    Row m sees the keys up to limits_M[m], and every row must see key `begin` of the first walk. Not MASKED:
+    Row m sees the keys up to limits_M[m], and every row must see key `begin` of the first call. Not MASKED:
     the caller knows that every row sees all keys, and that they are whole tiles.
     """
     dims_D = tl.arange(0, BLOCK_D)
@@ -83,14 +83,14 @@ def attend(
         tokens_L = tl.multiple_of(start, TILE) + tl.arange(0, TILE)
         at_L = blocks_L.to(tl.int64) * stride_block + tokens_L % PAGE_SIZE * stride_token
         at_LD = at_L[:, None] + dims_D[None, :]
-        # The next tile's blocks are asked for an iteration ahead: loads of keys that had to wait for a load
-        # of the same iteration would get half of the pipeline's depth.
+        # The next tile's blocks are loaded an iteration ahead: key loads that depend on a load of the same
+        # iteration would get half of the pipeline's depth.
         next_L = tokens_L + TILE
         blocks_L = tl.load(table + next_L // PAGE_SIZE, mask=next_L < end, other=0)
         inside_LD = (dims_D < HEAD_DIM)[None, :]
         if MASKED:
             inside_LD = (tokens_L < end)[:, None] & inside_LD
-        # Zeros, not whatever lies beyond the context: a weight of zero would not undo a NaN.
+        # Zeros, not the memory beyond the context: a weight of zero would not cancel a NaN.
         k_LD = tl.load(k_head + at_LD, mask=inside_LD, other=0.0)
         v_LD = tl.load(v_head + at_LD, mask=inside_LD, other=0.0)
         scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee")

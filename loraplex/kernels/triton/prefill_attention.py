@@ -1,9 +1,9 @@
 """Causal attention of spans of new rows over their paged contexts, all spans of a step in one launch.
 
-Keys and values that were cached before are read from their pages; those of the new rows from the stacked
-(q, k, v), where they lie in a row and the device's copy engine fetches whole tiles of them. Tiles of keys
-begin at multiples of their size in the context, wherever a span begins: what comes out does not depend on how
-much of a prompt was cached, or on how it was cut into spans.
+Keys and values that were cached before are read from their pages; those of the new rows from the stacked (q,
+k, v), where they are contiguous and the tensor memory accelerator loads whole tiles of them. Tiles of keys
+begin at multiples of their size in the context, wherever a span begins: the results do not depend on how much
+of a prompt was cached, or on how it was cut into spans.
 
 Shapes: T rows of the batch, O the columns of stacked (q, k, v) or of the query heads, S spans, B blocks of
 a table.
@@ -28,7 +28,7 @@ from loraplex.kernels.triton.paged_attention import (
     weigh,
 )
 
-# Query rows and keys of a tile: as many rows as tensor cores take from four warps. float32 is multiplied
+# Query rows and keys of a tile: as many rows as four warps need for tensor cores. float32 is multiplied
 # without tensor cores, and its sums must still fit into registers.
 _TILE_TOKENS = 64
 _FLOAT32_TILE_TOKENS = 32
@@ -48,7 +48,8 @@ def prefill_attention(
     out_TO: torch.Tensor,
     max_span_len: int,
 ) -> None:
-    """Attention of rows [start, start + len) over `context` tokens, the last of which are those rows.
+    """Compute the attention of rows [start, start + len) over `context` tokens, the last of which are those
+    rows.
 
     `max_span_len` bounds the device's `span_lens_S`; a span of length 0 costs nothing.
     """
@@ -57,7 +58,7 @@ def prefill_attention(
     most = _FLOAT32_TILE_TOKENS if qkv_TO.dtype == torch.float32 else _TILE_TOKENS
     tile = min(tile_tokens(_TILE_BYTES, k_cache), most)
     check_layout(qkv_TO, blocks_SB, k_cache, v_cache, out_TO)
-    # All query heads that share keys, one after the other: the second finds them in the device's cache.
+    # Consecutive programs are query heads that share keys: later ones find these in the device's cache.
     _prefill_kernel[(num_heads, triton.cdiv(max_span_len, tile), contexts_S.shape[0])](
         TensorDescriptor.from_tensor(qkv_TO, [tile, block_d]),
         span_starts_S,
@@ -81,7 +82,7 @@ def prefill_attention(
     )
 
 
-# Tables differ from step to step in width and in where they start: no new kernel for their divisors.
+# Tables differ from step to step in width and start: do not specialise the kernel on these.
 @Kernel
 @triton.jit(
     do_not_specialize=["stride_table"],
@@ -109,10 +110,10 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One query head of as many tokens as a tile of keys has. `qkv`: a descriptor of such tiles."""
+    """Compute one query head for a tile of query rows. `qkv`: a descriptor of tiles of that size."""
     head, num_heads, span = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
     kv_head = head * NUM_KV_HEADS // num_heads
-    # The last tiles see most keys: started first, none of them is left to run alone at the end.
+    # The last tiles see the most keys: started first, so that none of them runs alone at the end.
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE
     span_len = tl.load(span_lens + span).to(tl.int32)
     if first >= span_len:
@@ -130,7 +131,7 @@ def _prefill_kernel(
     sums_MD = tl.zeros([TILE, BLOCK_D], tl.float32)
     seen_by_any = tl.minimum(prefix + first + TILE, context)
 
-    # From pages: whole tiles of what was cached, then the tile in which it ends.
+    # From pages: whole tiles of the cached prefix, then the tile in which it ends.
     cached = prefix // TILE * TILE
     new = tl.cdiv(prefix, TILE) * TILE
     for MASKED in tl.static_range(2):
@@ -168,7 +169,7 @@ def _prefill_kernel(
             if MASKED:
                 tokens_L = start + tl.arange(0, TILE)
                 scores_ML = tl.where(tokens_L[None, :] <= limits_M[:, None], scores_ML, float("-inf"))
-                # Rows of others: a weight of zero would not undo a NaN.
+                # Rows of other sequences: a weight of zero would not cancel a NaN.
                 v_LD = tl.where((tokens_L < context)[:, None], v_LD, 0.0)
             peaks_M, totals_M, sums_MD = weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
 

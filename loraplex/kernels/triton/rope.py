@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and keys and the write of keys and values to the cache, in one launch.
+"""Rotary embedding of queries and keys, and the write of keys and values to the cache, in one launch.
 
 Shapes: T rows of the batch, O the columns of stacked (q, k, v), P positions, D head size. Caches are
-(num_blocks, num_kv_heads, block_size, head_dim), strided at will but for the last dimension.
+(num_blocks, num_kv_heads, block_size, head_dim), with any strides except in the last dimension.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call"
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from loraplex.kernels.triton.kernel import Kernel
 
-# A row's heads are shared out: steps of few rows would otherwise leave most of the device idle.
+# A row's heads are divided among programs: steps of few rows would otherwise leave most of the device idle.
 _HEADS_PER_PROGRAM = 8
 # Eight 16-bit elements of either half are one 16-byte load.
 _PAIRS_PER_THREAD = 8
@@ -30,8 +30,8 @@ def rope_and_cache(
 ) -> None:
     """Rotate q and k inside qkv, in place, and write k and v to the rows' slots.
 
-    A slot is block * block_size + offset. Rows may share a slot only where nobody reads it (the scratch
-    block of padding rows): which of them is kept is not defined.
+    A slot is block * block_size + offset. Rows may share a slot only if it is never read (the scratch block
+    of padding rows): which of them is kept is undefined.
     """
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     num_heads = qkv_TO.shape[1] // head_dim
@@ -58,7 +58,7 @@ def rope_and_cache(
     )
 
 
-# These are parts of one buffer, anywhere in it: no new kernel for where they happen to start.
+# These are parts of one buffer, anywhere in it: do not specialise the kernel on their alignment.
 @Kernel
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_and_cache_kernel(
@@ -80,7 +80,8 @@ def _rope_and_cache_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Some heads of one row. Heads are those of q, then k, then v; a program may hold some of each."""
+    """Process some heads of one row. Heads are those of q, then k, then v; a program may have some of
+    each."""
     dtype: tl.constexpr = qkv.dtype.element_ty
     first_v: tl.constexpr = NUM_HEADS - NUM_KV_HEADS
     first_k: tl.constexpr = first_v - NUM_KV_HEADS
@@ -94,7 +95,7 @@ def _rope_and_cache_kernel(
     first = tl.load(at_qkv, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at_qkv + HALF, mask=inside, other=0.0).to(tl.float32)
     at_cos = cos_sin + tl.load(positions + row).to(tl.int64) * stride_cos_sin + dims
-    # Rounded, as are the products below: the reference models rotate in the type of the weights.
+    # Rounded, as are the products below: the reference models rotate in the weights' dtype.
     cos = tl.load(at_cos, mask=dims < HALF, other=0.0).to(dtype).to(tl.float32)
     sin = tl.load(at_cos + HALF, mask=dims < HALF, other=0.0).to(dtype).to(tl.float32)
     turned_first = _rounded(first * cos, dtype) - _rounded(second * sin, dtype)

@@ -1,8 +1,8 @@
 """Row-wise kernels: norm, residual add with norm, gated activation.
 
-Shapes: T rows of the batch, H hidden size, F feed-forward size, N heads. The last dimension of every input
-is contiguous; the others may be strided. Arithmetic is float32 and is rounded to the tensors' type where
-plain torch would round, so that the results are those of the reference models.
+Shapes: T rows of the batch, H hidden size, F feed-forward size, N heads. The last dimension of every input is
+contiguous; the others may be strided. Arithmetic is float32 and rounded to the tensors' type where plain
+torch rounds, so that the results are those of the reference models.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call"
@@ -24,7 +24,7 @@ _SILU_TILE = 1024
 
 
 def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm over the last dimension of (T, H) or (T, N, H); a new contiguous tensor."""
+    """Return the norm over the last dimension of (T, H) or (T, N, H), a new contiguous tensor."""
     assert x.stride(-1) == 1
     size = x.shape[-1]
     inner = x.shape[1] if x.dim() == 3 else 1
@@ -52,7 +52,7 @@ def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tenso
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual += x, in place; returns the norm of the sum."""
+    """Add x to residual in place; return the norm of the sum."""
     assert x_TH.stride(1) == 1
     assert residual_TH.stride(1) == 1
     num_rows, size = x_TH.shape
@@ -74,7 +74,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of a stacked (gate, up)."""
+    """Return silu(gate) * up of a stacked (gate, up)."""
     assert gate_up_T2F.stride(1) == 1
     num_rows, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = torch.empty(num_rows, size, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
@@ -90,19 +90,20 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
 
 def _num_warps(num_elements: int) -> int:
-    """A power of two, as both bounds and the number of elements are."""
+    """Return the number of warps, a power of two because both bounds and the number of elements are."""
     return min(max(num_elements // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
 
 
 @triton.jit
 def _normalise(x32, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
-    """Rows of x32, zero beyond SIZE, over their root mean square, rounded before the weight is multiplied."""
+    """Divide rows of x32, zero beyond SIZE, by their root mean square, and round before multiplying the
+    weight."""
     variance = tl.sum(x32 * x32, axis=1) / SIZE
     normed = (x32 * tl.rsqrt(variance + eps)[:, None]).to(dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype)
 
 
-# The number of rows differs from step to step: kernels must not be compiled anew for its divisors.
+# The number of rows differs from step to step: do not specialise the kernel on it.
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
@@ -118,7 +119,7 @@ def _rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Row r of the (outer, inner) rows is at outer * stride_outer + inner * stride_inner."""
+    """Normalise rows; row r of the (outer, inner) rows is at outer * stride_outer + inner * stride_inner."""
     dtype: tl.constexpr = out.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_SIZE)

@@ -1,7 +1,7 @@
-"""Tokens that stay on the device: what a step starts from, and what it samples.
+"""Tokens that stay on the device: a step's input tokens, and the tokens it samples.
 
-Every request has a *seat*, a place in `last_tokens` that holds the token it sampled last. A step reads the
-tokens that the host does not know yet from there, so it can be launched before they are told.
+Every request has a *seat*, an index of `last_tokens` that holds the token it sampled last. A step reads the
+tokens that the host does not know yet from there, so it can be launched before the host receives them.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -18,7 +18,7 @@ _BLOCK_V = 4096
 _ROWS = 256
 
 
-# Tables are parts of one buffer, anywhere in it: no new kernel for where they happen to start.
+# Tables are parts of one buffer, anywhere in it: do not specialise the kernel on their alignment.
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids", "follows", "seats"])
 def _pick(token_ids, follows, seats, last_tokens, out, num_rows, BLOCK: tl.constexpr):
@@ -34,7 +34,7 @@ def _pick(token_ids, follows, seats, last_tokens, out, num_rows, BLOCK: tl.const
 def pick_tokens(
     token_ids_T: torch.Tensor, follows_T: torch.Tensor, seats_T: torch.Tensor, last_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Each row's token: the one given, or the last of its seat where the row follows."""
+    """Return each row's token: the one given, or the last of its seat where the row follows."""
     out_T = torch.empty_like(token_ids_T)
     num_rows = token_ids_T.shape[0]
     _pick[(triton.cdiv(num_rows, _ROWS),)](
@@ -71,9 +71,9 @@ def _greedy(logits, stride, seats, last_tokens, out, vocab_size, BLOCK: tl.const
 def greedy_tokens(
     logits_LV: torch.Tensor, seats_L: torch.Tensor, last_tokens: torch.Tensor, out_L2: torch.Tensor
 ) -> None:
-    """The likeliest token of each row, to its seat and to `out`, beside whether all its logits are finite.
+    """Write the likeliest token of each row to its seat and to `out`, with whether all its logits are finite.
 
-    Of equally likely tokens the first, as torch does.
+    Of equally likely tokens the first is chosen, as in torch.
     """
     num_rows, vocab_size = logits_LV.shape
     _greedy[(num_rows,)](

@@ -21,7 +21,7 @@ from loraplex.kernels.triton.rope import rope_and_cache
 from loraplex.kernels.triton.rows import add_rms_norm, rms_norm, silu_mul
 
 _CPU_PROGRAMS = 4
-"""In place of multiprocessors where kernels are interpreted."""
+"""Number of multiprocessors to assume where kernels are interpreted."""
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -45,7 +45,7 @@ class StepSegments:
 
 
 class TritonKernels(TorchKernels):
-    """Any dtype, on a CUDA device; the matrix products are torch's own."""
+    """Triton kernels for any dtype on a CUDA device; matrix products are torch's own."""
 
     decodes_first = True
 
@@ -127,7 +127,7 @@ class TritonKernels(TorchKernels):
             for step in steps:
                 step.add(y_TO, x_TI, self._shape, layer, group)
             return y_TO
-        # Both read weights, and neither fills the memory's bandwidth alone: they go side by side.
+        # Both read weights, and neither alone uses the full memory bandwidth: they run concurrently.
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
@@ -141,13 +141,13 @@ class TritonKernels(TorchKernels):
         return y_TO
 
     def _await_weights(self, batch: KernelBatch, layer: int, group: str) -> None:
-        """Before the first of a layer's groups that adapters touch."""
+        """Wait for a layer's weights, before the first of its groups that adapters touch."""
         touched = frozenset[str]().union(*(step.groups for step in batch.lora))
         if batch.gate is not None and group == next((name for name in GROUPS if name in touched), None):
             batch.gate.await_layer(layer)
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> StepSegments | None:
-        """Segments for the host's half of a step; None if no row has an adapter."""
+        """Return the segments for the host's part of a step; None if no row has an adapter."""
         if not segments:
             return None
         batch_rank = max(s.weights.max_rank for s in segments)
