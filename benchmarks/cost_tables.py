@@ -154,8 +154,8 @@ def _held_out(held_out: HeldOut | None) -> Iterator[tuple[str, ...]]:
 
 def _product(assist: AssistCost) -> str:
     return (
-        f"{assist.call_s * 1e6:.0f} µs, {assist.weight_s * 1e9:.3f} ns a weight, and for each token "
-        f"{assist.serial_s * 1e12:.2f} ps + {assist.shared_s * 1e12:.2f} ps over the cores"
+        f"{assist.call_s * 1e6:.0f} µs, {assist.weight_s * 1e9:.3f} ns a weight, "
+        f"{assist.row_s * 1e12:.2f} ps a weight and row, {assist.token_s * 1e6:.2f} µs a token over the bus"
     )
 
 
@@ -266,7 +266,7 @@ def _on_cpus(result: Result, workers: Result) -> Iterator[Prediction]:
     )
     row = aim_products(workers)[-1]
     num_cores, num_weights = workers["workers"], 2 * RANK * workers["hidden"]
-    product_s = model.assist.product_s(num_tokens=AIM_TOKENS, num_weights=num_weights, num_cores=num_cores)
+    product_s = model.assist.task_s([num_weights], num_tokens=AIM_TOKENS, num_workers=num_cores)
     for key, by in (("torch_us", "torch's threads"), ("workers_us", "CPU workers")):
         yield Prediction(
             f"product of {AIM_TOKENS} tokens, rank {RANK}, {num_cores} cores",

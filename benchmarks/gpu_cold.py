@@ -221,7 +221,7 @@ def watched_calls(
     from torch.profiler import record_function
 
     from loraplex.bench.engine_scenarios import new_request
-    from loraplex.engine.cuda.cpu_assist import CpuAssist
+    from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 
     def request(number: int, version: str) -> EngineRequest:
         made = new_request(
@@ -232,21 +232,22 @@ def watched_calls(
     for number, version in enumerate(versions[:-1]):
         engine.add_request(request(number, version))
         run_dry(engine)
-    num_products, send = 0, CpuAssist.send
+    submitted, submit = list[AssistedTasks](), CpuAssist.submit
 
-    def counted(assist: CpuAssist, *args: Any) -> int | None:
-        nonlocal num_products
-        num_products += 1
-        return send(assist, *args)
+    def noted(assist: CpuAssist, spans: Sequence[AssistedSpan]) -> AssistedTasks | None:
+        tasks = submit(assist, spans)
+        submitted.extend([] if tasks is None else [tasks])
+        return tasks
 
-    CpuAssist.send = counted  # type: ignore[method-assign,assignment]
+    CpuAssist.submit = noted  # type: ignore[method-assign,assignment]
     engine.add_request(request(len(versions), versions[-1]))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler, record_function(STEP):
         engine.step()
-    CpuAssist.send = send  # type: ignore[method-assign]
+    CpuAssist.submit = submit  # type: ignore[method-assign]
     assert engine.stats().num_running == 1, "the step that was looked at did not run the prompt"
     run_dry(engine)
+    num_products = sum(tasks.last_ticket - tasks.first_ticket + 1 for tasks in submitted)
     names = calls_within(STEP, profiler.events())
     calls = {name: names.count(name) for name in sorted(set(names))}
     waits = sum(count for name, count in calls.items() if "Synchronize" in name)
@@ -254,51 +255,13 @@ def watched_calls(
 
 
 def signal(setting: Setting) -> dict[str, Any]:
-    """A stream's signal to CPU workers and back, with next to nothing to compute."""
-    import torch
+    """Return the time of a step's signal to CPU workers and back, with next to nothing to compute."""
+    from benchmarks.assist_signal import round_trips_us
 
-    from loraplex.engine.assist.pool import AssistPool
-    from loraplex.engine.assist.shared_block import SharedBlock
-    from loraplex.engine.assist.tasks import AssistPart, AssistTask
-    from loraplex.engine.cuda.cpu_assist import StreamSignals
-
-    torch.zeros(1, device="cuda")  # makes the device this process's own
-    num_workers = workers()
-    weights = SharedBlock(1 << 16)
-    with AssistPool(
-        num_workers=num_workers, dtype=torch.bfloat16, x_elements=1 << 12, y_elements=1 << 12
-    ) as pool:
-        index = pool.add_weights(weights)
-        pool.wait_ready(120)
-        signals = StreamSignals(pool)
-        part = AssistPart(
-            weights=index,
-            a_offset_bytes=0,
-            b_offset_bytes=4096,
-            rank=1,
-            scale=1.0,
-            out_start=0,
-            out_features=32,
-        )
-        task = AssistTask(
-            num_rows=1, in_features=32, x_start=0, x_stride=32, y_start=0, y_stride=32, parts=(part,)
-        )
-        times_us = []
-        for number in range(ROUND_TRIPS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            ticket = pool.submit(task)
-            begin.record()
-            signals.start(ticket)
-            signals.wait(ticket)
-            end.record()
-            end.synchronize()
-            if number >= ROUND_TRIPS // 10:
-                times_us.append(begin.elapsed_time(end) * 1e3)
-        signals.close()
-    weights.close()
-    found = Distribution.of(times_us)
+    times_us = round_trips_us(workers(), ROUND_TRIPS)
+    found = Distribution.of(times_us[ROUND_TRIPS // 10 :])
     assert found is not None
-    return {"workers": num_workers, "round_trip_us": rounded(found)}
+    return {"workers": workers(), "round_trip_us": rounded(found)}
 
 
 def timeline(setting: Setting) -> dict[str, Any]:
@@ -349,8 +312,8 @@ def saved_adapters(setting: Setting, count: int, rank: int | None = None) -> Ite
 
 
 def workers() -> int:
-    from loraplex.engine.assist.split import default_num_workers
     from loraplex.engine.machine import num_cores
+    from loraplex.perf.assist_split import default_num_workers
 
     return default_num_workers(num_cores())
 

@@ -106,6 +106,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "step_profile.json": {"*": _TIMED_ENGINE},
     "gpu_cold.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},
+    "slow_bus.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},
     "assist.json": {"*": ("loraplex/engine/assist", "loraplex/kernels/cpu")},
     "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "cpu_serve.json": {"*": _SERVER},

@@ -63,7 +63,7 @@ GPU: Final = CostModel(
         prompts=CURVE,
         terms=StepTerms(lora_s=2e-3, decode_position_s=10e-9, prompt_pair_s=0.1e-9, adapter_byte_s=1 / 4e12),
     ),
-    assist=AssistCost(round_trip_s=0.0, call_s=0.0, weight_s=0.0, serial_s=0.0, shared_s=0.0),
+    assist=AssistCost(round_trip_s=0.0, token_s=0.0, call_s=0.0, weight_s=0.0, row_s=0.0),
     memory=EngineMemory(
         max_context=1 << 17,
         token_bytes=512 << 10,

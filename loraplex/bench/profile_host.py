@@ -1,4 +1,4 @@
-"""What `loraplex profile` measures beside the engine: the bus, the disk, and LoRA products on CPU cores."""
+"""Measurements of `loraplex profile` beside the engine: the bus and the disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import torch
 
 from loraplex.bench.alternating import time_alternating
 from loraplex.core.errors import StorageError
-from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.streams import SideStream
-from loraplex.perf.assist_cost import AssistCost, AssistSample, fit_assist_cost
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line, fit_line
 
@@ -28,10 +26,6 @@ _COPY_SIZES: Final = tuple(num_kib << 10 for num_kib in (64, 256, 1024, 4096, 16
 _HELD_OUT_SIZES: Final = tuple(num_kib << 10 for num_kib in (160, 700, 3000, 12000, 50000, 100000))
 _NUM_CUTS: Final = 32
 _DISK_SIZES: Final = tuple(num_kib << 10 for num_kib in (1024, 4096, 16384, 65536))
-_THREADS: Final = (1, 2, 4, 8, 16)
-_PRODUCT_TOKENS: Final = (8, 32, 128, 256)
-_PRODUCT_RANKS: Final = (8, 64)
-_PRODUCTS_AT_A_TIME: Final = 3
 
 
 class Predicted(NamedTuple):
@@ -93,78 +87,6 @@ def measure_disk(folder: Path, *, repeats: int, report: Report) -> Line:
             [partial(read, size) for size in _DISK_SIZES], repeats=repeats, report=report
         )
     return fit_line(list(zip(_DISK_SIZES, took_s, strict=True)))
-
-
-def measure_assist(
-    shape: ModelShape,
-    dtype: torch.dtype,
-    *,
-    device: torch.device,
-    num_cores: int,
-    repeats: int,
-    report: Report,
-) -> AssistCost:
-    """x A B of one linear on CPU cores. Workers that wait for a device may do better or worse than torch's
-    own threads do here."""
-    in_features, out_features = shape.hidden_size, shape.q_size
-    sizes = [
-        (num_tokens, rank, number)
-        for number in _THREADS
-        if number <= num_cores
-        for num_tokens in _PRODUCT_TOKENS
-        for rank in _PRODUCT_RANKS
-    ]
-    num_threads = torch.get_num_threads()
-
-    def product(num_tokens: int, rank: int, number: int) -> Callable[[], float]:
-        x_TI = torch.ones(num_tokens, in_features, dtype=dtype)
-        a_IR, b_RO = torch.ones(in_features, rank, dtype=dtype), torch.ones(rank, out_features, dtype=dtype)
-
-        def timed() -> float:
-            torch.set_num_threads(number)
-            torch.mm(torch.mm(x_TI, a_IR), b_RO)  # wakes the threads
-            started = time.perf_counter()
-            for _ in range(_PRODUCTS_AT_A_TIME):
-                torch.mm(torch.mm(x_TI, a_IR), b_RO)
-            return (time.perf_counter() - started) / _PRODUCTS_AT_A_TIME
-
-        return timed
-
-    try:
-        took_s = time_alternating([product(*size) for size in sizes], repeats=repeats, report=report)
-    finally:
-        torch.set_num_threads(num_threads)
-    samples = [
-        AssistSample(
-            num_tokens=num_tokens,
-            rank=rank,
-            in_features=in_features,
-            out_features=out_features,
-            num_cores=number,
-            seconds=seconds,
-        )
-        for (num_tokens, rank, number), seconds in zip(sizes, took_s, strict=True)
-    ]
-    return fit_assist_cost(samples, round_trip_s=_round_trip_s(device, repeats))
-
-
-def _round_trip_s(device: torch.device, repeats: int) -> float:
-    """A word from the device, and one back to it; none where the cores are the device."""
-    if device.type != "cuda":
-        return 0.0
-    word, host = torch.zeros(1, device=device), torch.zeros(1, pin_memory=True)
-    stream = SideStream(device)
-
-    def there_and_back() -> float:
-        started = time.perf_counter()
-        with stream.entered():
-            host.copy_(word, non_blocking=True)
-            stream.synchronize()
-            word.copy_(host, non_blocking=True)
-            stream.synchronize()
-        return time.perf_counter() - started
-
-    return time_alternating([there_and_back], repeats=10 * repeats)[0]
 
 
 @contextmanager

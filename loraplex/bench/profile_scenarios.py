@@ -13,7 +13,8 @@ from typing import Final
 
 import torch
 
-from loraplex.bench.profile_host import Predicted, measure_assist, measure_bus, measure_disk
+from loraplex.bench.profile_assist import measure_assist
+from loraplex.bench.profile_host import Predicted, measure_bus, measure_disk
 from loraplex.bench.profile_progress import PhaseProgress, Progress
 from loraplex.bench.profile_reads import measure_reads
 from loraplex.bench.profile_serving import measure_serving
@@ -37,7 +38,10 @@ from loraplex.engine.machine import num_cores
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.profile_subject import subject_of
 from loraplex.model.config import ModelConfig
+from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.assist_split import default_num_workers
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
@@ -63,7 +67,7 @@ _GPU_WEIGHTS: Final = {
     "disk": 0.1,
     "CPU LoRA": 0.1,
 }
-_CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "reads": 0.006, "disk": 0.002, "CPU LoRA": 0.001}
+_CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "reads": 0.006, "disk": 0.002}
 """Rough duration of each phase, relative to that of the engine's steps."""
 
 
@@ -81,7 +85,7 @@ class ProfileOptions:
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
     """Takes minutes, on a CPU up to hours: most of it for steps of the engine, every kind many times."""
     device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
-    on_gpu, cores = device.type == "cuda", num_cores()
+    on_gpu = device.type == "cuda"
     repeats = options.repeats or (_GPU_REPEATS if on_gpu else CPU_REPEATS)
     report = PhaseProgress(progress, _GPU_WEIGHTS if on_gpu else _CPU_WEIGHTS)
     steps, memory = _profile_engine(options, repeats, report)
@@ -104,11 +108,28 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
         read=read,
         disk=measure_disk(folder, repeats=repeats, report=report.of("disk")),
         step=steps.cost,
-        assist=measure_assist(
-            shape, dtype, device=device, num_cores=cores, repeats=repeats, report=report.of("CPU LoRA")
-        ),
+        assist=_measure_assist(options, repeats, report),
         held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, serving=steps.serving, load=load),
         memory=memory,
+    )
+
+
+def _measure_assist(options: ProfileOptions, repeats: int, report: PhaseProgress) -> AssistCost:
+    """Measure CPU workers where there are any: beside a GPU, on a machine with enough cores."""
+    device, shape, cores = torch.device(options.device), options.config.shape, num_cores()
+    num_workers = default_num_workers(cores) if device.type == "cuda" else 0
+    if num_workers == 0:
+        subject = subject_of(shape, options.device, options.dtype)
+        return default_cost_model(
+            subject, shape, element_bytes=options.dtype.itemsize, num_cores=cores
+        ).assist
+    return measure_assist(
+        shape,
+        options.dtype,
+        device=device,
+        num_workers=num_workers,
+        repeats=repeats,
+        report=report.of("CPU LoRA"),
     )
 
 

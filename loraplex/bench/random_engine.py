@@ -39,6 +39,7 @@ _CPU_ADAPTER_BYTES = 1 << 30
 BLOCK_SIZE = 16
 _HOST_BYTES = 4 << 30
 _COUNTED_HOST_BYTES = 1 << 40
+_SHARED_HOST_BYTES = 24 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,9 @@ class RandomEngineOptions:
     adapters, on a GPU together with the KV cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU,
     pad adapters to the largest rank of their batch, up to this one. `compiled`: on a CPU, use the kernels of
     `serve`, not plain torch. `from_files`: adapters are read from their files. `cpu_workers`: processes that
-    compute LoRA beside a GPU, for adapters from files. `runs_ahead`: on a CPU, launch the next step before
-    collecting the last, as a GPU does; this gains nothing there.
+    compute LoRA beside a GPU; each adapter then has host memory of its own. `max_copy_bytes_per_s`: slow
+    copies to a GPU down to this rate. `runs_ahead`: on a CPU, launch the next step before collecting the last, as a
+    GPU does; this gains nothing there.
     """
 
     shape: str
@@ -64,6 +66,7 @@ class RandomEngineOptions:
     compiled: bool = False
     from_files: bool = False
     cpu_workers: int | None = None
+    max_copy_bytes_per_s: float | None = None
     runs_ahead: bool = False
 
 
@@ -86,15 +89,17 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             arena_bytes=options.memory_bytes,
             padded_to=options.padded_to,
             max_step_tokens=options.max_step_tokens,
-            # Random blocks of one kind share their memory, however many are counted.
-            host_bytes=_HOST_BYTES if options.distinct or options.from_files else _COUNTED_HOST_BYTES,
+            host_bytes=_host_bytes(options),
             cold_start=options.cold_start,
             cpu_workers=options.cpu_workers,
+            max_copy_bytes_per_s=options.max_copy_bytes_per_s,
         )
         if options.from_files:
             return build_cuda_core(config, weights, cuda_options)
         if options.distinct:
             return build_cuda_core(config, weights, cuda_options, read=_fill_distinctly)
+        if options.cpu_workers:
+            return build_cuda_core(config, weights, cuda_options, read=_FillOnce())
         blocks = _RandomBlocks(config.shape, options.dtype)
         return build_cuda_core(config, weights, cuda_options, host_blocks=blocks)
     shape = config.shape
@@ -137,6 +142,14 @@ def register(
     return tuple(spec.version for spec in specs)
 
 
+def _host_bytes(options: RandomEngineOptions) -> int:
+    """Return the budget for adapters in host memory. Of random blocks only one of a kind is there, however
+    many are counted."""
+    if options.distinct or options.from_files:
+        return _HOST_BYTES
+    return _SHARED_HOST_BYTES if options.cpu_workers else _COUNTED_HOST_BYTES
+
+
 def check_shape(name: str, device: str) -> None:
     """Raise CapacityError for a shape that would take too long on a CPU."""
     if device == "cpu" and config_of_shape(name).shape.linear_flops > 1e9:
@@ -175,6 +188,21 @@ def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) ->
 
 def _fill_distinctly(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
     slab.normal_(std=0.02, generator=torch.Generator().manual_seed(crc32(spec.version.encode())))
+
+
+class _FillOnce:
+    """Fills slabs with random weights, unless the same memory was filled before: adapters that take the place
+    of others have the same weights. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._filled: dict[int, int] = {}  # address -> elements
+        self._lock = threading.Lock()
+
+    def __call__(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+        with self._lock:
+            known, self._filled[slab.data_ptr()] = self._filled.get(slab.data_ptr()), slab.numel()
+        if known != slab.numel():
+            _fill_slab(slab)
 
 
 class _RandomBlocks:

@@ -54,8 +54,8 @@ def cold(
     json_out: shared.Json = None,
 ) -> None:
     """Time to first token of cold adapters on an idle engine; with a workload, what each policy adds."""
-    from loraplex.engine.assist.split import default_num_workers
     from loraplex.engine.machine import num_cores
+    from loraplex.perf.assist_split import default_num_workers
     from loraplex.workload.jsonl import read_workload
 
     if plot is not None and workload is None:

@@ -70,10 +70,9 @@ def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
     )
     yield "  1,000 positions", f"{terms.decode_position_s * 1e9:.2f} µs of every decode behind them", None
     assist = model.assist
-    per_core = (assist.serial_s + assist.shared_s) * 1e12
     yield (
-        "CPU LoRA product",
-        f"{assist.call_s * 1e6:.1f} µs, {per_core:.1f} µs a million weights and token",
+        "CPU LoRA task",
+        f"{assist.call_s * 1e6:.1f} µs, {assist.row_s * 1e12:.1f} µs a million weights and row",
         assist.quality,
     )
     if model.held_out is not None:

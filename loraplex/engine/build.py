@@ -76,10 +76,15 @@ def choose_device(options: EngineOptions) -> str:
         raise ModelError(
             "on a GPU, KV cache and adapters share what --memory-fraction gives them; leave out --kv-memory"
         )
-    if options.cpu_workers is not None and options.cold_start is not ColdStart.CPU_ASSIST:
-        raise ModelError("--cpu-workers are for --cold-start cpu-assist; choose that, or leave them out")
-    if options.tensor_parallel > 1 and options.cold_start is ColdStart.CPU_ASSIST:
-        raise ModelError("--cold-start cpu-assist is for one GPU; with --tensor-parallel, choose pipelined")
+    if options.cpu_workers is not None and options.cold_start not in (ColdStart.CPU_ASSIST, ColdStart.AUTO):
+        raise ModelError(
+            "--cpu-workers are for --cold-start cpu-assist or auto; choose one of these, or leave them out"
+        )
+    if options.tensor_parallel > 1 and (options.cold_start is ColdStart.CPU_ASSIST or options.cpu_workers):
+        raise ModelError(
+            "CPU workers are for one GPU; with --tensor-parallel, leave out --cpu-workers and choose "
+            "--cold-start auto or pipelined"
+        )
     if options.tensor_parallel > torch.cuda.device_count():
         raise ModelError(
             f"--tensor-parallel {options.tensor_parallel} needs as many CUDA devices; "

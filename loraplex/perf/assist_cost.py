@@ -1,85 +1,79 @@
-"""How long CPU workers take for the LoRA of one layer while the device computes its linears.
+"""The cost of LoRA on CPU workers, for layers whose weights have not arrived on the device.
 
-A product reads its weights once and multiplies every token with each of them. Tokens are shared out among the
-cores, but part of the work is not faster with more of them (Amdahl's law): what reads the same weights, and
-what waits for the last core.
+A group of linears that share an input is one task, with a part for each linear; it is split among the workers
+as `assist_split` says. A worker reads the weights of its parts once and multiplies each of its rows with all
+of them. Inputs and outputs go over the bus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+from loraplex.perf.assist_split import ROW_ALIGNMENT, split_task
 from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
+
+_PARTS_OF_GROUP: Final = 3
+"""Parts of a task whose linears are not known: those of q, k and v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssistSample:
-    """One product x A B that was timed: `num_tokens` rows through one linear's A and B."""
+    """The measured time of one task, without the transfer of its inputs and outputs. `weights`: of each part,
+    elements of A and B."""
 
     num_tokens: int
-    rank: int
-    in_features: int
-    out_features: int
-    num_cores: int
+    weights: tuple[int, ...]
+    num_workers: int
     seconds: float
-
-    @property
-    def num_weights(self) -> int:
-        return self.rank * (self.in_features + self.out_features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssistCost:
-    """`round_trip_s`: from the device's signal that inputs are there to its seeing that outputs are.
-
-    `call_s`: of a product of whatever size. `weight_s`: of each weight, whatever the tokens. `serial_s` and
-    `shared_s`: of each weight and token, the latter divided by the cores. `quality`: None if nobody measured.
-    """
+    """`round_trip_s`: from the device's signal to its seeing the result. `token_s`: to transfer a token's
+    inputs and outputs of q, k and v. On a worker, `call_s`: for a task of any size; `weight_s`: for each
+    weight; `row_s`: for each weight and row. `quality`: None if not measured."""
 
     round_trip_s: float
+    token_s: float
     call_s: float
     weight_s: float
-    serial_s: float
-    shared_s: float
+    row_s: float
     quality: FitQuality | None = None
 
-    def product_s(self, *, num_tokens: int, num_weights: int, num_cores: int) -> float:
-        """`num_weights`: of A and B, rank * (in + out), summed over linears that share an input."""
-        return self.call_s + num_weights * (
-            self.weight_s + num_tokens * (self.serial_s + self.shared_s / num_cores)
-        )
+    def task_s(self, weights: Sequence[int], *, num_tokens: int, num_workers: int) -> float:
+        """Return the seconds of a task on the workers, until the last of them is done. `weights`: by part."""
+        num_weights, products = _largest_share(weights, num_tokens, num_workers)
+        return self.call_s + num_weights * self.weight_s + products * self.row_s
 
-    def layer_s(self, *, num_tokens: int, weights_of_groups: Sequence[int], num_cores: int) -> float:
-        """Of one layer's LoRA; a round trip for every group of linears that share an input. Groups without
-        LoRA, of zero weights, take nothing."""
-        return sum(
-            self.round_trip_s
-            + self.product_s(num_tokens=num_tokens, num_weights=num_weights, num_cores=num_cores)
-            for num_weights in weights_of_groups
-            if num_weights > 0
-        )
+    def layer_s(self, num_weights: int, *, num_groups: int, num_tokens: int, num_workers: int) -> float:
+        """Return the seconds of one layer's LoRA with its transfers. `num_groups`: tasks that the weights are
+        split among."""
+        part = num_weights // (num_groups * _PARTS_OF_GROUP)
+        task_s = self.task_s([part] * _PARTS_OF_GROUP, num_tokens=num_tokens, num_workers=num_workers)
+        return num_groups * (self.round_trip_s + num_tokens * self.token_s + task_s)
 
 
-def fit_assist_cost(samples: Sequence[AssistSample], *, round_trip_s: float) -> AssistCost:
-    """With samples of one number of cores alone, more cores are taken to be of no help."""
-    several = len({sample.num_cores for sample in samples}) > 1
-    table = [_amounts(sample, several) for sample in samples]
+def fit_assist_cost(samples: Sequence[AssistSample], *, round_trip_s: float, token_s: float) -> AssistCost:
+    table = [(1.0, *_largest_share(each.weights, each.num_tokens, each.num_workers)) for each in samples]
     seconds = [sample.seconds for sample in samples]
-    call_s, weight_s, serial_s, shared_s = fit_non_negative(table, seconds)
+    call_s, weight_s, row_s = fit_non_negative(table, seconds)
     cost = AssistCost(
-        round_trip_s=round_trip_s, call_s=call_s, weight_s=weight_s, serial_s=serial_s, shared_s=shared_s
+        round_trip_s=round_trip_s, token_s=token_s, call_s=call_s, weight_s=weight_s, row_s=row_s
     )
     predicted = [
-        cost.product_s(
-            num_tokens=sample.num_tokens, num_weights=sample.num_weights, num_cores=sample.num_cores
-        )
-        for sample in samples
+        cost.task_s(each.weights, num_tokens=each.num_tokens, num_workers=each.num_workers)
+        for each in samples
     ]
     return replace(cost, quality=quality_of(predicted, seconds))
 
 
-def _amounts(sample: AssistSample, several: bool) -> tuple[float, float, float, float]:
-    products = float(sample.num_weights * sample.num_tokens)
-    shared = products / sample.num_cores if several else 0.0
-    return 1.0, float(sample.num_weights), products, shared
+def _largest_share(weights: Sequence[int], num_tokens: int, num_workers: int) -> tuple[float, float]:
+    """Return the weights, and the products of weights and rows, of the worker that has most to do."""
+    parts = [part for part, num_weights in enumerate(weights) if num_weights > 0]
+    most = 0.0, 0.0
+    for share in split_task(num_tokens, parts, [True] * num_workers, ROW_ALIGNMENT):
+        num_weights = float(sum(weights[share.first_part : share.end_part]))
+        most = max(most, (num_weights * (share.end - share.start), num_weights))
+    return most[1], most[0]

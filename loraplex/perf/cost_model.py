@@ -83,15 +83,6 @@ class CostModel:
             step = step.padded()
         return self.step.seconds(step) * self.corrections.step
 
-    def assist_layer_s(self, *, num_tokens: int, weights_of_groups: Sequence[int], num_cores: int) -> float:
-        """Return the seconds that CPU workers take for one layer's LoRA.
-
-        `weights_of_groups`: A's and B's elements of each group of linears that share an input.
-        """
-        return self.assist.layer_s(
-            num_tokens=num_tokens, weights_of_groups=weights_of_groups, num_cores=num_cores
-        )
-
     def arrivals_s(self, layer_bytes: Sequence[int], groups: Sequence[int]) -> list[float]:
         """Return when each layer arrives on the device, in seconds from now; the adapter is in host
         memory."""
@@ -113,11 +104,11 @@ class CostModel:
         return tuple(layer_pipeline.cut_groups(best, layer_bytes))
 
     def assist_layers(
-        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float
+        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float, backlog_s: float = 0.0
     ) -> layer_pipeline.AssistPlan:
-        """Return how many of the first layers CPU workers should compute; none if the bus alone is as
-        fast."""
-        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
+        """Return how many of the first layers CPU workers should compute; none if the bus alone is as fast.
+        `backlog_s`: the bus is busy for that long."""
+        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s, backlog_s)
 
     def _bus(self) -> Bus:
         """Return the corrected bus; if there is none, one that takes no time."""

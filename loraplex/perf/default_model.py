@@ -43,7 +43,6 @@ def default_cost_model(
     """Return the default model. `element_bytes` is the size of a weight in the subject's dtype."""
     on_gpu = subject.device == "cuda"
     speeds = _GPU if on_gpu else _times(_CORE, num_cores)
-    core_s = 2 / _CORE.flops_per_s
     return CostModel(
         subject=subject,
         measured=False,
@@ -53,10 +52,12 @@ def default_cost_model(
         step=_step_cost(shape, speeds, element_bytes),
         assist=AssistCost(
             round_trip_s=_ROUND_TRIP_S if on_gpu else 0.0,
+            token_s=element_bytes * (shape.hidden_size + shape.q_size + 2 * shape.kv_size) * _BUS.copy.unit_s
+            if on_gpu
+            else 0.0,
             call_s=20e-6,
             weight_s=element_bytes / _CORE.bytes_per_s,
-            serial_s=0.2 * core_s,
-            shared_s=0.8 * core_s,
+            row_s=2 / _CORE.flops_per_s,
         ),
     )
 

@@ -1,6 +1,6 @@
 """Cost models as JSON files, read strictly: a misread figure would be wrong in every prediction.
 
-    {"version": 4, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
+    {"version": 5, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
      "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
      "corrections": {...}, "kernels": "rank-proportional" or "padded", "environment": {...}}
 
@@ -29,14 +29,15 @@ from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
-VERSION: Final = 4
+VERSION: Final = 5
 _STEP_TOKENS: Final = 2048
 _UNITS: Final = {
     "*_s": "seconds",
     "*_byte_s": "seconds a byte",
     "*_position_s, *_pair_s": "seconds a position",
     "unit_s": "seconds a byte",
-    "weight_s, serial_s, shared_s": "seconds a weight, the last two for each token",
+    "weight_s, row_s": "seconds a weight, the latter for each row",
+    "token_s": "seconds a token",
     "*_bytes": "bytes",
     "*_error": "shares of what was measured",
 }
@@ -311,7 +312,7 @@ def _curve(found: JsonObject) -> RowCurve:
 
 
 def _assist_cost(found: JsonObject) -> AssistCost:
-    names = ("round_trip_s", "call_s", "weight_s", "serial_s", "shared_s")
+    names = ("round_trip_s", "token_s", "call_s", "weight_s", "row_s")
     cost = AssistCost(**{name: found.number(name) for name in names}, quality=_quality(found))
     found.end()
     return cost

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Set
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 from typing import Final
 
@@ -18,8 +17,8 @@ from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.host_reads import HostReads
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
-from loraplex.scheduling.sequence import Sequence
-from loraplex.scheduling.start_policy import Coming, StartPolicy
+from loraplex.scheduling.request_state import RequestState
+from loraplex.scheduling.start_policy import InFlight, StartPolicy
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _NUM_TRIED: Final = 8
@@ -46,8 +45,9 @@ class AdapterPins:
         self._prefetch_depth = prefetch_depth
         self.to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
-        self.refused: Sequence | None = None
-        self.short: Sequence | None = None
+        self._assist_delays_s: dict[str, float] = {}  # of adapters in flight that CPU workers assist with
+        self.refused: RequestState | None = None
+        self.short: RequestState | None = None
         self._reads_more = True
         self.starts = StartPolicy(ColdStart.OVERLAP)
 
@@ -60,7 +60,7 @@ class AdapterPins:
         with contextlib.suppress(ValueError):
             self.to_keep.remove(version)
 
-    def prefetch(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
+    def prefetch(self, waiting: WaitingQueue, running: Sequence[RequestState]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
         self.refused = None
         self._reads_more = True
@@ -87,7 +87,7 @@ class AdapterPins:
                 self._load(version, num_tokens=len(sequence.token_ids))
             self._follow_moves(running)
 
-    def load_popular(self, versions: Iterable[str], running: Many[Sequence]) -> None:
+    def load_popular(self, versions: Iterable[str], running: Sequence[RequestState]) -> None:
         """Load the first of these that is absent, if it fits memory that is unused. Cached blocks are kept,
         and a share of the empty ones (`_EMPTY_SHARE`)."""
         pool = self._memory.pool
@@ -124,7 +124,7 @@ class AdapterPins:
         )
         return are_absent and self.reads.holds_up_all(versions)
 
-    def is_ready(self, sequence: Sequence) -> bool:
+    def is_ready(self, sequence: RequestState) -> bool:
         """Return whether the request could run, as far as its adapter is concerned."""
         version = sequence.adapter
         return version is None or (sequence.pinned and self.is_in_memory(version))
@@ -134,19 +134,21 @@ class AdapterPins:
         memory."""
         return version in self._table.serving.resident or version in self._table.streaming
 
-    def is_arriving(self, sequence: Sequence) -> bool:
+    def is_arriving(self, sequence: RequestState) -> bool:
         """Return whether the request would wait for its adapter's layers while it runs."""
         return sequence.adapter in self._table.streaming
 
-    def coming_for(self, versions: Set[str | None]) -> Coming:
-        """Return the bytes in flight that a step with these versions would wait for. Progress of copies that
-        began with earlier steps is not known, so they are counted in full."""
+    def in_flight_for(self, versions: Set[str | None]) -> InFlight:
+        """Return the copies that a step with these adapters would wait for. How much of the copies of earlier
+        steps is done is not known: all of it is counted."""
         streaming = self._table.streaming
         started = {load.version for load in self._loads}
-        awaited = {version for version in streaming if version in versions}
-        return Coming(
+        used = {version for version in streaming if version in versions}
+        assisted = [self._assist_delays_s[version] for version in used & self._assist_delays_s.keys()]
+        awaited = used - self._assist_delays_s.keys()
+        return InFlight(
             awaited_bytes=sum(streaming[version] for version in awaited),
-            # Copies that begin with this step but that it does not use are queued behind the ones it uses.
+            # What was started for this step and is not awaited by it is copied later.
             backlog_bytes=0
             if not awaited
             else sum(
@@ -154,9 +156,12 @@ class AdapterPins:
                 for version, size in streaming.items()
                 if version not in awaited and version not in started
             ),
+            num_assisted=len(assisted),
+            assist_delay_s=sum(assisted),
+            assist_bytes=sum(streaming.values()) if assisted else 0,
         )
 
-    def without_room(self, *, any_runs: bool) -> Sequence | None:
+    def without_room(self, *, any_runs: bool) -> RequestState | None:
         """Return the first request whose memory could only come from the end of an overdue load, if there is
         one. `any_runs`: whether any running request will give back memory."""
         if not self._table.serving.overdue:
@@ -168,7 +173,7 @@ class AdapterPins:
         waiting = [sequence for sequence in (self.refused, self.short) if sequence is not None]
         return min(waiting, key=lambda sequence: sequence.queue_position, default=None)
 
-    def unpin_youngest(self, waiting: WaitingQueue, behind: Sequence | None = None) -> bool:
+    def unpin_youngest(self, waiting: WaitingQueue, behind: RequestState | None = None) -> bool:
         """Unpin the adapter of the last request in the queue that holds one in shared memory. With `behind`,
         only requests behind that one are considered. Return False if there is none."""
         if not self._memory.shared:
@@ -194,7 +199,7 @@ class AdapterPins:
         streaming = self._table.streaming
         return bool(streaming) and any(version in streaming for version in versions)
 
-    def _bring_in_kept(self, running: Many[Sequence]) -> None:
+    def _bring_in_kept(self, running: Sequence[RequestState]) -> None:
         while self.to_keep:
             version = self.to_keep[0]
             if version in self._table:
@@ -214,12 +219,27 @@ class AdapterPins:
         source = self._table.host_place(version)
         assisted_layers = 0
         if source is not None and self.starts.streams:
+            assisted_layers = self._plan_assist(version, num_bytes, num_tokens)
             self._table.stream(version)
-            prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
-            assisted_layers = self.starts.assisted_layers(num_bytes, prompt)
         self._loads.append(load._replace(source=source, assisted_layers=assisted_layers))
 
-    def _follow_moves(self, running: Many[Sequence]) -> None:
+    def _plan_assist(self, version: str, num_bytes: int, num_tokens: int) -> int:
+        """Return how many first layers CPU workers may compute for a prompt of so many tokens."""
+        streaming = self._table.streaming
+        self._assist_delays_s = {v: s for v, s in self._assist_delays_s.items() if v in streaming}
+        if not self.starts.assists or num_tokens < 2:
+            return 0
+        plan = self.starts.assist_plan(
+            num_bytes,
+            StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens),
+            num_groups=self._table.num_groups(version),
+            backlog_bytes=sum(streaming.values()),
+        )
+        if plan.num_layers > 0:
+            self._assist_delays_s[version] = plan.delay_s
+        return plan.num_layers
+
+    def _follow_moves(self, running: Sequence[RequestState]) -> None:
         """Update the block ids of running requests whose blocks were moved to make room for an adapter."""
         moved = self._memory.take_block_moves()
         for sequence in running if moved else ():

@@ -4,8 +4,7 @@ are."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Many
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
@@ -18,7 +17,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
 from loraplex.scheduling.popularity import Popularity
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.start_policy import StartPolicy
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.waiting_queue import WaitingQueue
@@ -49,7 +48,7 @@ class AdapterPlanner:
         self._table = memory.table
         self._costs = costs
         self._popularity = Popularity()
-        self._under_way: deque[Many[Chunk]] = deque()  # steps
+        self._under_way: deque[Sequence[Chunk]] = deque()  # steps
         self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth)
         self.choose_cold_start(config.cold_start)
 
@@ -104,7 +103,7 @@ class AdapterPlanner:
         """Return whether there is something to load or read that no request waits for."""
         return bool(self.pins.to_keep or self.pins.reads.ahead)
 
-    def bring_in(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
+    def bring_in(self, waiting: WaitingQueue, running: Sequence[RequestState]) -> None:
         """Start loads and reads: for waiting requests in queue order, then for popular adapters, then
         ahead."""
         self.pins.prefetch(waiting, running)
@@ -154,7 +153,7 @@ class AdapterPlanner:
 
     # ---- who may count on one
 
-    def may_join(self, sequence: Sequence, chunks: Many[Chunk]) -> bool:
+    def may_join(self, sequence: RequestState, chunks: Sequence[Chunk]) -> bool:
         """Return whether a request whose adapter is still being copied may run in a step with these
         chunks."""
         own = Chunk(
@@ -165,22 +164,22 @@ class AdapterPlanner:
             block_ids=[],
             samples=True,
         )
-        if not self._starts.weighs:
-            return self._starts.streams
+        if self._starts.always_joins:
+            return True
         used, num_bytes = {chunk.adapter for chunk in chunks}, self._bytes_of
         return self._starts.may_join(
             before=step_features(chunks, num_bytes),
             after=step_features([*chunks, own], num_bytes),
-            coming_before=self.pins.coming_for(used),
-            coming_after=self.pins.coming_for(used | {sequence.adapter}),
-            under_way=[step_features(step, num_bytes) for step in self._under_way],
+            in_flight_before=self.pins.in_flight_for(used),
+            in_flight_after=self.pins.in_flight_for(used | {sequence.adapter}),
+            steps_before=[step_features(step, num_bytes) for step in self._under_way],
         )
 
     def _bytes_of(self, version: str) -> int:
         """Return a version's bytes, or 0: it may be forgotten before a step that used it has landed."""
         return self._table.num_bytes(version) if self._table.knows(version) else 0
 
-    def step_decided(self, chunks: Many[Chunk]) -> None:
+    def step_decided(self, chunks: Sequence[Chunk]) -> None:
         self._under_way.append(chunks)
 
     def step_landed(self) -> None:

@@ -49,10 +49,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
+from loraplex.adapters.slab import touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.stats import AdapterStats
 from loraplex.scheduling.adapter_tier import Copy, Presence, Tier
@@ -236,6 +237,11 @@ class AdapterTable:
         """Start to load an absent version that no request asked for, without evicting another. It is evicted
         first. Return False if there is no room now."""
         return self._begin_load(self._entries[version], spare_blocks, ahead=True)
+
+    def num_groups(self, version: str) -> int:
+        """Return how many groups of linears a version changes; 1 if nothing is known of its weights."""
+        sources = self._entries[version].sources
+        return max((len(touched_groups(spec)) for spec in islice(sources.values(), 1)), default=1)
 
     def stream(self, version: str) -> None:
         """Let steps use a version that is COPYING: each layer waits for its own weights."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import KeysView
 
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 
 
 class RequestTable:
     """Finds requests by id and by adapter version without iterating over the others."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Sequence] = {}
-        self._on_version: dict[str, dict[str, Sequence]] = {}
+        self._by_id: dict[str, RequestState] = {}
+        self._on_version: dict[str, dict[str, RequestState]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -20,22 +20,22 @@ class RequestTable:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def __getitem__(self, request_id: str) -> Sequence:
+    def __getitem__(self, request_id: str) -> RequestState:
         return self._by_id[request_id]
 
     @property
     def ids(self) -> KeysView[str]:
         return self._by_id.keys()
 
-    def get(self, request_id: str) -> Sequence | None:
+    def get(self, request_id: str) -> RequestState | None:
         return self._by_id.get(request_id)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         self._by_id[sequence.request_id] = sequence
         if sequence.adapter is not None:
             self._on_version.setdefault(sequence.adapter, {})[sequence.request_id] = sequence
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: RequestState) -> None:
         del self._by_id[sequence.request_id]
         if sequence.adapter is not None:
             others = self._on_version[sequence.adapter]
@@ -43,7 +43,7 @@ class RequestTable:
             if not others:
                 del self._on_version[sequence.adapter]
 
-    def on_version(self, version: str) -> list[Sequence]:
+    def on_version(self, version: str) -> list[RequestState]:
         """Return the requests on an adapter version, in order of arrival."""
         return list(self._on_version.get(version, {}).values())
 

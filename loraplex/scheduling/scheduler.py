@@ -25,9 +25,9 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
+from loraplex.scheduling.request_state import ChunkUnderWay, RequestState
 from loraplex.scheduling.request_table import RequestTable
 from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
-from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
 
@@ -41,7 +41,7 @@ class Scheduler:
         self._pool = memory.pool
         self._table = memory.table
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []
+        self._running: list[RequestState] = []
         self._sequences = RequestTable()
         self.adapters = AdapterPlanner(config, memory, costs)
         self._pins = self.adapters.pins
@@ -60,7 +60,7 @@ class Scheduler:
         check_request(request, self._config.max_model_len, self._memory)
         if request.adapter is not None:
             self.adapters.asked_for(request.adapter)
-        sequence = Sequence(request)
+        sequence = RequestState(request)
         self._sequences.add(sequence)
         self._waiting.append(sequence)
         self._is_settled = False
@@ -127,7 +127,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide the next step. It may have no chunks while adapters load."""
-        preempted: list[Sequence] = []
+        preempted: list[RequestState] = []
         num_running = len(self._running)
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
@@ -142,7 +142,7 @@ class Scheduler:
         self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan(chunks, preempted)
 
-    def _plan(self, chunks: list[Chunk], preempted: Iterable[Sequence] = ()) -> StepPlan:
+    def _plan(self, chunks: list[Chunk], preempted: Iterable[RequestState] = ()) -> StepPlan:
         """Return the plan of a step with these chunks, and count them as computed."""
         versions = {chunk.adapter for chunk in chunks}
         return self._decided(tuple(chunks), versions, list(map(self._advance, chunks)), preempted)
@@ -152,7 +152,7 @@ class Scheduler:
         chunks: tuple[Chunk, ...],
         versions: set[str | None],
         under_way: list[ChunkUnderWay],
-        preempted: Iterable[Sequence],
+        preempted: Iterable[RequestState],
     ) -> StepPlan:
         """Return the plan and record the step as in flight. `versions`: the adapters of the chunks, with None
         for the base model."""
@@ -215,13 +215,13 @@ class Scheduler:
 
     # ---- running requests
 
-    def _prompts_or_decodes(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
+    def _prompts_or_decodes(self, preempted: list[RequestState]) -> tuple[list[Chunk], float]:
         chunks: list[Chunk] = []
         self.adapters.bring_in(self._waiting, self._running)
         self._admit(chunks, self._config.work.max_tokens)
         return (chunks, 0.0) if chunks else self._schedule_running(preempted)
 
-    def _schedule_running(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
+    def _schedule_running(self, preempted: list[RequestState]) -> tuple[list[Chunk], float]:
         """Return the chunks of running requests, oldest first, and the budget left for prompts."""
         work = self._config.work
         running, limit, block_size = list(self._running), self._config.max_model_len, self._pool.block_size
@@ -245,7 +245,7 @@ class Scheduler:
                 budget -= work.cost(sequence.num_computed, num_tokens)
         return chunks, budget
 
-    def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
+    def _grow(self, sequence: RequestState, num_tokens: int, preempted: list[RequestState]) -> bool:
         """Allocate blocks up to `num_tokens`, preempting the youngest running requests if necessary."""
         while True:
             missing = self._pool.blocks_for(num_tokens) - len(sequence.block_ids)
@@ -270,7 +270,7 @@ class Scheduler:
             if victim is sequence:
                 return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: RequestState) -> None:
         self._running.remove(sequence)
         self._slots.leave(sequence.adapter)
         self._pool.release(sequence.block_ids)
@@ -284,7 +284,7 @@ class Scheduler:
         self._pins.short = None
         # No request overtakes one that was refused memory for its adapter: it would take that memory.
         refused = self._pins.refused if self._memory.shared else None
-        admitted: list[Sequence] = []
+        admitted: list[RequestState] = []
         for sequence in self._waiting.candidates():
             if budget < 1 or len(self._running) >= self._config.max_running:
                 break
@@ -308,7 +308,7 @@ class Scheduler:
         for sequence in admitted:
             self._waiting.remove(sequence)
 
-    def _start(self, sequence: Sequence, budget: float) -> int:
+    def _start(self, sequence: RequestState, budget: float) -> int:
         """Allocate blocks for a first chunk after the cached prefix, and return its tokens; 0 if memory is
         short."""
         searches = sequence.request.params.prompt_logprobs is None
@@ -344,7 +344,7 @@ class Scheduler:
 
     # ---- after a step
 
-    def _accept(self, sequence: Sequence, token_id: int) -> TokenUpdate:
+    def _accept(self, sequence: RequestState, token_id: int) -> TokenUpdate:
         """Append a sampled token, or end the request."""
         params, token_ids = sequence.request.params, sequence.token_ids
         if sequence.stops_at(token_id):
@@ -371,7 +371,7 @@ class Scheduler:
             adapter_hit=sequence.adapter_hit,
         )
 
-    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+    def _publish(self, sequence: RequestState, num_computed: int) -> None:
         num_full = num_computed // self._pool.block_size
         if num_full > sequence.num_published:
             self._pool.publish(
@@ -379,7 +379,7 @@ class Scheduler:
             )
             sequence.num_published = num_full
 
-    def _is_live(self, sequence: Sequence) -> bool:
+    def _is_live(self, sequence: RequestState) -> bool:
         """Return whether this very request is in the engine, not another that was given its id since."""
         return self._sequences.get(sequence.request_id) is sequence
 
@@ -390,7 +390,7 @@ class Scheduler:
         sequence.num_unknown += samples
         return ChunkUnderWay(sequence, sequence.num_resets, samples)
 
-    def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
+    def _fail(self, sequence: RequestState, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)
         self._failures.append(
             TokenUpdate(
@@ -401,7 +401,7 @@ class Scheduler:
             )
         )
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: RequestState) -> None:
         """Remove a request from every queue, and give back its memory and pins."""
         self._sequences.remove(sequence)
         self._is_settled = False

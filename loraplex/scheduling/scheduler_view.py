@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 
 
 def engine_stats(
@@ -39,8 +39,8 @@ def engine_stats(
 
 
 def check_integrity(
-    waiting: Collection[Sequence],
-    running: Collection[Sequence],
+    waiting: Collection[RequestState],
+    running: Collection[RequestState],
     memory: Memory,
     unknown: Mapping[int, int],
 ) -> None:

@@ -1,7 +1,7 @@
 """Whether a request joins a step while its adapter is still being copied to the device.
 
-It may: each layer of the step waits for its own weights. Whether it should depends on how long the others in
-the step would wait with it, against the step that it would have to wait for otherwise.
+Each layer of such a step waits for its own weights, and CPU workers may compute the first layers meanwhile.
+Joining delays the others in the step; not joining delays the request itself.
 """
 
 from __future__ import annotations
@@ -11,46 +11,63 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
+from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.perf.step_cost import StepFeatures
 
 _ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_DECODE_STALL: Final = 0.05
-"""How much longer a step may take for those who decode in it."""
+"""The share of a step by which it may delay its decodes without any gain to weigh against it."""
+_DECODE_WEIGHT: Final = 0.1
+"""The weight of a delay of one decode, against the same delay of a first token: a request has one first token
+and many others."""
+_NO_PLAN: Final = AssistPlan()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Coming:
-    """Bytes on their way to the device: those that a step would wait for, and those in front of them."""
+class InFlight:
+    """Copies to the device, as a step sees them. `awaited_bytes`: of adapters that the step uses, without
+    those that CPU workers assist with; `backlog_bytes`: copied before them. `num_assisted`: adapters that
+    workers assist with, `assist_delay_s`: by how much they delay the step, and `assist_bytes`: all that is
+    copied up to them."""
 
     awaited_bytes: int
     backlog_bytes: int
+    num_assisted: int = 0
+    assist_delay_s: float = 0.0
+    assist_bytes: int = 0
 
 
 class StartPolicy:
-    """`costs`: what things take. `num_workers`: processes that compute LoRA on CPUs."""
+    """`costs`: predicted costs. `num_workers`: CPU workers that compute LoRA."""
 
     def __init__(self, cold_start: ColdStart, costs: DriftWatch | None = None, num_workers: int = 0) -> None:
-        assert costs is not None or cold_start is not ColdStart.AUTO, "auto has to know what things take"
+        assert costs is not None or cold_start is not ColdStart.AUTO, "auto needs costs to decide by"
         self._cold_start = cold_start
         self._costs = costs
         self._num_workers = num_workers
 
     @property
     def streams(self) -> bool:
-        """Whether requests may start before their adapter is there."""
+        """Whether requests may start before their adapter has arrived."""
         return self._cold_start in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     @property
-    def weighs(self) -> bool:
-        """Whether that depends on what steps take."""
-        return self._cold_start is ColdStart.AUTO
+    def always_joins(self) -> bool:
+        """Whether such requests join a step whatever is in it."""
+        return self._cold_start is ColdStart.PIPELINED
+
+    @property
+    def assists(self) -> bool:
+        """Whether CPU workers may compute the first layers of an adapter that is being copied."""
+        return self._num_workers > 0 and self._cold_start in (ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     def is_there_after(self, seconds: float, num_bytes: int) -> bool:
-        """Whether a request may join a step that begins so long from now, as its adapter will be there then,
-        with nothing else on its way."""
-        if self._costs is None or not self.weighs:
+        """Return whether a request may join a step that begins after so many seconds, as its adapter has
+        arrived by then if nothing else is copied."""
+        if self._costs is None or self._cold_start is not ColdStart.AUTO:
             return self.streams
         return self._costs.model.copy_s(num_bytes) <= seconds
 
@@ -59,60 +76,69 @@ class StartPolicy:
         *,
         before: StepFeatures,
         after: StepFeatures,
-        coming_before: Coming,
-        coming_after: Coming,
-        under_way: Sequence[StepFeatures] = (),
+        in_flight_before: InFlight,
+        in_flight_after: InFlight,
+        steps_before: Sequence[StepFeatures] = (),
     ) -> bool:
-        """Whether a request may join a step, which is `after` with it and `before` without, and begins when
-        those are over that are under way."""
-        if self._costs is None or not self.weighs:
-            return self.streams
-        num_others = before.num_decodes + before.num_prompts
-        if num_others == 0:
-            return True  # nobody waits but itself
-        model = self._costs.model
-        step_s, begins_s = model.step_s(after), sum(map(model.step_s, under_way))
-        stall_s = _stall_s(model, coming_after, step_s, begins_s)
-        if before.num_decodes > 0 and stall_s > _MAX_DECODE_STALL * step_s:
+        """Return whether a request may join a step, which is `after` with it and `before` without. The step
+        begins when `steps_before` are over."""
+        if in_flight_after.num_assisted > MAX_SPANS:
             return False
-        added_s = stall_s - _stall_s(model, coming_before, model.step_s(before), begins_s)
-        return added_s * num_others <= step_s
-
-    def assisted_layers(self, num_bytes: int, prompt: StepFeatures) -> int:
-        """How many of an adapter's first layers CPU workers compute for a prompt, while it loads. Where that
-        is asked for, one at least."""
-        if self._cold_start is not ColdStart.CPU_ASSIST or self._num_workers == 0:
-            return 0
-        if self._costs is None:
-            return 1
+        if self._costs is None or self._cold_start is not ColdStart.AUTO:
+            return self.streams
+        if before.num_decodes + before.num_prompts == 0:
+            return True  # it delays no other request
         model = self._costs.model
-        layer_bytes = num_bytes // model.subject.num_layers
-        layer_s = model.assist_layer_s(
+        step_s, begins_s = model.step_s(after), sum(map(model.step_s, steps_before))
+        stall_s = _stall_s(model, in_flight_after, step_s, begins_s)
+        added_s = stall_s - _stall_s(model, in_flight_before, model.step_s(before), begins_s)
+        if before.num_decodes == 0 or stall_s <= _MAX_DECODE_STALL * step_s:
+            return added_s * (before.num_decodes + before.num_prompts) <= step_s
+        if in_flight_after.num_assisted == in_flight_before.num_assisted:
+            return False
+        # Otherwise it would wait until its adapter has arrived.
+        gain_s = model.copy_s(in_flight_after.assist_bytes) - begins_s
+        return added_s * (before.num_prompts + _DECODE_WEIGHT * before.num_decodes) <= gain_s
+
+    def assist_plan(
+        self, num_bytes: int, prompt: StepFeatures, *, num_groups: int = 1, backlog_bytes: int = 0
+    ) -> AssistPlan:
+        """Return how many of an adapter's first layers CPU workers compute for a prompt while the adapter is
+        copied. `num_groups`: groups of linears that it changes in a layer; `backlog_bytes`: copied before
+        it."""
+        if not self.assists:
+            return _NO_PLAN
+        if self._costs is None:
+            return AssistPlan(num_layers=1)
+        model = self._costs.model
+        num_layers = model.subject.num_layers
+        layer_s = model.assist.layer_s(
+            num_bytes // (num_layers * _ELEMENT_BYTES[model.subject.dtype]),
+            num_groups=num_groups,
             num_tokens=prompt.num_rows,
-            weights_of_groups=[layer_bytes // _ELEMENT_BYTES[model.subject.dtype]],
-            num_cores=self._num_workers,
+            num_workers=self._num_workers,
         )
-        plan = model.assist_layers([layer_bytes] * model.subject.num_layers, model.step_s(prompt), layer_s)
-        return max(plan.num_layers, 1)
+        layer_bytes = [num_bytes // num_layers] * num_layers
+        return model.assist_layers(layer_bytes, model.step_s(prompt), layer_s, model.copy_s(backlog_bytes))
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """What copies to the device took that nothing was in the way of."""
+        """Record the time of copies to the device that nothing delayed."""
         if self._costs is not None:
             predicted_s = self._costs.model.copy_s(num_bytes)
             self._costs.observe(CostKind.COPY, predicted_s=predicted_s, measured_s=seconds)
 
     def observe_step(self, step: StepFeatures, seconds: float) -> None:
-        """What a step took that waited for nothing."""
+        """Record the time of a step that waited for nothing."""
         if self._costs is not None:
             predicted_s = self._costs.model.step_s(step)
             self._costs.observe(CostKind.STEP, predicted_s=predicted_s, measured_s=seconds)
 
 
-def _stall_s(model: CostModel, coming: Coming, step_s: float, begins_s: float) -> float:
-    """Of a step that begins so long from now. Layers are taken to be alike."""
-    if coming.awaited_bytes == 0:
-        return 0.0
-    first_bytes = coming.awaited_bytes / model.subject.num_layers
-    first_s = model.copy_s(coming.backlog_bytes + first_bytes) - begins_s
-    last_s = model.copy_s(coming.backlog_bytes + coming.awaited_bytes) - begins_s
-    return model.even_stall_s(first_s, last_s, step_s)
+def _stall_s(model: CostModel, in_flight: InFlight, step_s: float, begins_s: float) -> float:
+    """Return the delay of a step that begins after `begins_s`. Layers are taken to be alike."""
+    if in_flight.awaited_bytes == 0:
+        return in_flight.assist_delay_s
+    first_bytes = in_flight.awaited_bytes / model.subject.num_layers
+    first_s = model.copy_s(in_flight.backlog_bytes + first_bytes) - begins_s
+    last_s = model.copy_s(in_flight.backlog_bytes + in_flight.awaited_bytes) - begins_s
+    return max(model.even_stall_s(first_s, last_s, step_s), in_flight.assist_delay_s)

@@ -12,7 +12,7 @@ from heapq import merge
 from itertools import islice, pairwise
 from operator import attrgetter
 
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 
 _position = attrgetter("queue_position")
 
@@ -31,9 +31,9 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         # Ordered dictionaries rather than deques: a cancelled request leaves from the middle.
-        self._requests: OrderedDict[Sequence, None] = OrderedDict()
-        self._on_base: OrderedDict[Sequence, None] = OrderedDict()
-        self._pinned: dict[Sequence, None] = {}
+        self._requests: OrderedDict[RequestState, None] = OrderedDict()
+        self._on_base: OrderedDict[RequestState, None] = OrderedDict()
+        self._pinned: dict[RequestState, None] = {}
         self._num_on: dict[str, int] = {}  # by adapter version
         self._front = 0
         self._back = 0
@@ -41,19 +41,19 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RequestState]:
         return iter(self._requests)
 
     def __contains__(self, request: object) -> bool:
         return request in self._requests
 
-    def append(self, request: Sequence) -> None:
+    def append(self, request: RequestState) -> None:
         """Add a request that has just arrived."""
         request.queue_position = self._back
         self._back += 1
         self._enter(request)
 
-    def append_front(self, request: Sequence) -> None:
+    def append_front(self, request: RequestState) -> None:
         """Add a request that was preempted: it runs before all others."""
         self._front -= 1
         request.queue_position = self._front
@@ -62,7 +62,7 @@ class WaitingQueue:
         if request.adapter is None:
             self._on_base.move_to_end(request, last=False)
 
-    def remove(self, request: Sequence) -> None:
+    def remove(self, request: RequestState) -> None:
         del self._requests[request]
         version = request.adapter
         if version is None:
@@ -75,7 +75,7 @@ class WaitingQueue:
         else:
             self._num_on[version] -= 1
 
-    def set_pinned(self, request: Sequence, *, pinned: bool) -> None:
+    def set_pinned(self, request: RequestState, *, pinned: bool) -> None:
         """Record whether the adapter of a waiting request is pinned for it."""
         assert request.pinned is not pinned
         request.pinned = pinned
@@ -84,11 +84,11 @@ class WaitingQueue:
         else:
             del self._pinned[request]
 
-    def first(self, count: int) -> Iterator[Sequence]:
+    def first(self, count: int) -> Iterator[RequestState]:
         """Return the first requests. No request may enter or leave during the iteration; pins may change."""
         return islice(self._requests, count)
 
-    def candidates(self) -> Iterator[Sequence]:
+    def candidates(self) -> Iterator[RequestState]:
         """Return the requests that could be admitted as far as pins are concerned, in order. No request may
         enter or leave during the iteration; pins may change, and the caller checks them."""
         if not self._pinned:
@@ -96,7 +96,7 @@ class WaitingQueue:
         pinned = self.pinned()
         return merge(pinned, self._on_base, key=_position) if self._on_base else iter(pinned)
 
-    def pinned(self) -> list[Sequence]:
+    def pinned(self) -> list[RequestState]:
         """Return the requests whose adapter is pinned for them, in order."""
         return sorted(self._pinned, key=_position)
 
@@ -109,7 +109,7 @@ class WaitingQueue:
         """Adapter versions of waiting requests."""
         return self._num_on.keys()
 
-    def on_version(self, version: str) -> list[Sequence]:
+    def on_version(self, version: str) -> list[RequestState]:
         """Return the requests waiting for an adapter version, in order. Iterates over all requests."""
         return [request for request in self._requests if request.adapter == version]
 
@@ -125,7 +125,7 @@ class WaitingQueue:
                 num_on[request.adapter] = num_on.get(request.adapter, 0) + 1
         assert self._num_on == num_on
 
-    def _enter(self, request: Sequence) -> None:
+    def _enter(self, request: RequestState) -> None:
         self._requests[request] = None
         version = request.adapter
         if version is None:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.blocks import BlockPool
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 
 _FOREVER: Final = 1 << 60
 
@@ -24,7 +24,7 @@ class _Member(NamedTuple):
 
     end: int
     order: int
-    sequence: Sequence
+    sequence: RequestState
     entered: int
     num_needed: int
     weight: int
@@ -38,7 +38,7 @@ class DecodeGroup:
 
     def __init__(
         self,
-        members: Iterable[Sequence],
+        members: Iterable[RequestState],
         pool: BlockPool,
         max_model_len: int,
         weigh: Callable[[str], int] = lambda version: 0,
@@ -81,7 +81,7 @@ class DecodeGroup:
         """Return whether all blocks that the group will ever need are free, and `num_blocks` more."""
         return self._max_steps == _FOREVER and self._num_needed + num_blocks <= self._pool.num_empty
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: RequestState) -> None:
         length, version = len(sequence.token_ids), sequence.adapter
         last_length = _last_length(sequence.request, self._max_model_len)
         needed = max(self._pool.blocks_for(last_length) - len(sequence.block_ids), 0)
@@ -93,7 +93,7 @@ class DecodeGroup:
         self._num_needed += needed
         self.positions += length
 
-    def advance(self, num_steps: int, token_id: int) -> list[Sequence]:
+    def advance(self, num_steps: int, token_id: int) -> list[RequestState]:
         """Advance all members. Return those that have all their tokens with the last step, except that token:
         they are settled, and have left the group."""
         members = self._members
@@ -160,7 +160,7 @@ class DecodeGroup:
                 # Adapters have few different sizes: few ranks, on few choices of modules.
                 self.largest_weight = max(by_weight, default=0)
 
-    def _catch_up(self, sequence: Sequence, num_steps: int, token_id: int) -> None:
+    def _catch_up(self, sequence: RequestState, num_steps: int, token_id: int) -> None:
         sequence.num_computed += num_steps
         sequence.token_ids += [token_id] * num_steps
         missing = self._pool.blocks_for(sequence.num_computed) - len(sequence.block_ids)
@@ -170,7 +170,7 @@ class DecodeGroup:
             sequence.block_ids += blocks
 
 
-def blocks_ahead(sequence: Sequence, pool: BlockPool, max_model_len: int) -> int:
+def blocks_ahead(sequence: RequestState, pool: BlockPool, max_model_len: int) -> int:
     """Return the blocks that a request may still need; its last token is never computed."""
     return max(blocks_of(sequence.request, pool, max_model_len) - len(sequence.block_ids), 0)
 

@@ -6,8 +6,7 @@ as nothing needs their individual state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
@@ -17,8 +16,8 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterRead, Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.sequence import Sequence
 from loraplex.twin.decode_group import DecodeGroup, blocks_ahead, blocks_of
 
 ANY_TOKEN: Final = 1
@@ -39,7 +38,7 @@ class LeapingScheduler(Scheduler):
         super().__init__(config, memory, costs)
         self._weigh = weigh
         self._group: DecodeGroup | None = None
-        self._joining: list[tuple[Sequence, Chunk]] = []
+        self._joining: list[tuple[RequestState, Chunk]] = []
 
     @property
     def group(self) -> DecodeGroup | None:
@@ -97,7 +96,7 @@ class LeapingScheduler(Scheduler):
 
     # ---- requests that join the group
 
-    def go_beside(self, requests: Many[EngineRequest]) -> bool:
+    def go_beside(self, requests: Sequence[EngineRequest]) -> bool:
         """Return whether these new requests could join the group with their whole prompts in one step and
         stay in it, even if requests that end meanwhile freed nothing."""
         group, limit = self.group, self._config.max_model_len
@@ -139,7 +138,7 @@ class LeapingScheduler(Scheduler):
         return updates
 
     def wait_beside(
-        self, requests: Many[EngineRequest], *, sure: bool = False
+        self, requests: Sequence[EngineRequest], *, sure: bool = False
     ) -> tuple[AdapterRead, ...] | None:
         """Queue requests that can only wait until their adapters are read into host memory, while the group
         goes on. Return the reads to begin; None if this is not so for all of them, and nothing is queued.
@@ -151,7 +150,7 @@ class LeapingScheduler(Scheduler):
         self.adapters.bring_in(self._waiting, self._running)
         return self._pins.reads.take()
 
-    def may_load_beside(self, version: str, step_s: float, due: Many[EngineRequest]) -> bool:
+    def may_load_beside(self, version: str, step_s: float, due: Sequence[EngineRequest]) -> bool:
         """Return whether the one request that waits for a version, which has just been read, could join the
         step after the group's next one: its adapter is loaded by then, as the next step takes at least
         `step_s`, and there is room for all without evicting or moving anything. A waiting request whose
@@ -174,7 +173,7 @@ class LeapingScheduler(Scheduler):
         num_blocks += self._pool.blocks_for(room) + len(self._running) + len(joining)
         return group.has_room_for(num_blocks) and self._pins.starts.is_there_after(step_s, num_bytes)
 
-    def load_beside(self, version: str, due: Many[EngineRequest]) -> tuple[AdapterRead, ...]:
+    def load_beside(self, version: str, due: Sequence[EngineRequest]) -> tuple[AdapterRead, ...]:
         """Record that a version was read and loaded, and queue the `due` requests. Return the reads to
         begin."""
         self.adapter_read(version)
@@ -186,7 +185,7 @@ class LeapingScheduler(Scheduler):
         self.adapter_loaded(version)
         return self._pins.reads.take()
 
-    def _await_reads(self, requests: Many[EngineRequest]) -> bool:
+    def _await_reads(self, requests: Sequence[EngineRequest]) -> bool:
         """Return whether these new requests can do nothing before their adapters are read."""
         if self.adapters.cold_start is ColdStart.ON_DEMAND:
             return False
@@ -213,7 +212,7 @@ class LeapingScheduler(Scheduler):
         num_waiting: int,
         num_tokens: int,
         versions: Iterable[str | None],
-        joining: Many[Sequence] = (),
+        joining: Sequence[RequestState] = (),
     ) -> bool:
         """Return whether all of these have what they need, apart from KV memory. `joining`: requests that
         will run by then."""
@@ -269,7 +268,7 @@ class LeapingScheduler(Scheduler):
         super().check_integrity()
 
 
-def _decodes(sequence: Sequence) -> bool:
+def _decodes(sequence: RequestState) -> bool:
     """Return whether a request decodes; the step that finishes a prompt also samples its first token, and
     does not count."""
     return sequence.num_remaining == 1 and sequence.num_unknown == 0 and sequence.num_output > 0

@@ -8,20 +8,19 @@ the scheduler's own; a test compares both.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast, overload
 
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.plan import Chunk, StepPlan
-from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
+from loraplex.scheduling.request_state import ChunkUnderWay, RequestState
 from loraplex.twin.twin_scheduler import Landing, TwinScheduler
 
 _adapter = attrgetter("adapter")
 
 
-class StepChunks(Many[Chunk]):
+class StepChunks(Sequence[Chunk]):
     """The chunks of a step. Chunks of prompts are stored; chunks of one token are created on access.
     `decoding`: their sequences. `starts`: their starts. `sampling`: all sequences that sample a token, in
     running order."""
@@ -30,9 +29,9 @@ class StepChunks(Many[Chunk]):
 
     def __init__(self) -> None:
         self.prompts: list[Chunk] = []
-        self.decoding: list[Sequence] = []
+        self.decoding: list[RequestState] = []
         self.starts: list[int] = []
-        self.sampling: list[Sequence] = []
+        self.sampling: list[RequestState] = []
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.prompts)
@@ -92,12 +91,12 @@ class QuickScheduler(TwinScheduler):
         super().__init__(*args, **options)
         assert not self._config.prompts_first
         assert not self._pool.keeps_contents
-        self._sampling: deque[list[Sequence]] = deque()  # of the steps in flight
+        self._sampling: deque[list[RequestState]] = deque()  # of the steps in flight
 
     def schedule(self) -> StepPlan:
         """Decide the same as `Scheduler.schedule`."""
         self._dissolve_group()
-        preempted: list[Sequence] = []
+        preempted: list[RequestState] = []
         num_running = len(self._running)
         step, budget = self._step_of_running(preempted)
         self.adapters.bring_in(self._waiting, self._running)
@@ -124,7 +123,7 @@ class QuickScheduler(TwinScheduler):
         super().check_integrity()
         self._under_way = kept
 
-    def _step_of_running(self, preempted: list[Sequence]) -> tuple[StepChunks, float]:
+    def _step_of_running(self, preempted: list[RequestState]) -> tuple[StepChunks, float]:
         """Do what `_schedule_running` does. Decodes are counted as computed at once: no decision in this step
         depends on them, and requests that are preempted come after those already processed."""
         work, limit, block_size = self._config.work, self._config.max_model_len, self._pool.block_size
@@ -177,7 +176,7 @@ class QuickScheduler(TwinScheduler):
         for sequence, chunk in zip(self._running[num_running:], chunks[num_known:], strict=True):
             self._count_on(step, sequence, chunk)
 
-    def _count_on(self, step: StepChunks, sequence: Sequence, chunk: Chunk) -> None:
+    def _count_on(self, step: StepChunks, sequence: RequestState, chunk: Chunk) -> None:
         """Add a part of a prompt to the step, and count it as computed."""
         step.prompts.append(chunk)
         sequence.num_computed = chunk.end
@@ -185,14 +184,14 @@ class QuickScheduler(TwinScheduler):
             sequence.num_unknown += 1
             step.sampling.append(sequence)
 
-    def _plan_of(self, step: StepChunks, preempted: Many[Sequence]) -> StepPlan:
+    def _plan_of(self, step: StepChunks, preempted: Sequence[RequestState]) -> StepPlan:
         if step:
             self._sampling.append(step.sampling)
         chunks = cast("tuple[Chunk, ...]", step)  # used like a tuple: read and never changed
         return self._decided(chunks, step.versions, [], preempted)
 
 
-def _has_all(sequence: Sequence, length: int, max_model_len: int) -> bool:
-    """Return whether the tokens in flight are the last ones, as `Sequence.needs_no_more` does."""
+def _has_all(sequence: RequestState, length: int, max_model_len: int) -> bool:
+    """Return whether the tokens in flight are the last ones, as `RequestState.needs_no_more` does."""
     max_tokens = sequence.request.params.max_tokens
     return length >= max_model_len or (max_tokens is not None and length >= sequence.num_prompt + max_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from loraplex.scheduling.plan import StepPlan, TokenUpdate
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 from loraplex.twin.leaping import ANY_TOKEN, LeapingScheduler
 
 
@@ -25,7 +25,7 @@ class TwinScheduler(LeapingScheduler):
         self.adapters.step_landed()
         return self._give_tokens(self._sampled(plan))
 
-    def _sampled(self, plan: StepPlan) -> Iterator[Sequence]:
+    def _sampled(self, plan: StepPlan) -> Iterator[RequestState]:
         """Yield the requests that get a token from the oldest step in flight, after publishing their
         blocks."""
         publishes, find = self._pool.keeps_contents, self._sequences.get
@@ -39,7 +39,7 @@ class TwinScheduler(LeapingScheduler):
             if samples:
                 yield sequence
 
-    def _give_tokens(self, sampled: Iterable[Sequence]) -> Landing:
+    def _give_tokens(self, sampled: Iterable[RequestState]) -> Landing:
         """Give each request its token. Most are in the middle of their answers: their token is appended here,
         without an update."""
         limit = self._config.max_model_len

@@ -71,9 +71,7 @@ def h200_model() -> CostModel:
             prompts=curve,
             terms=StepTerms(decode_position_s=1e-8, prompt_pair_s=1e-10, adapter_byte_s=1 / 4e12),
         ),
-        assist=AssistCost(
-            round_trip_s=20e-6, call_s=90e-6, weight_s=1e-11, serial_s=1.4e-12, shared_s=10.4e-12
-        ),
+        assist=AssistCost(round_trip_s=20e-6, token_s=0.6e-6, call_s=30e-6, weight_s=1e-11, row_s=10e-12),
         held_out=HeldOut(
             decode=quality_of([1.0, 2.0], [1.1, 2.0]),
             prefill=quality_of([1.0, 2.0], [1.2, 2.0]),

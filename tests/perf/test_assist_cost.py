@@ -1,4 +1,4 @@
-"""Seconds of CPU workers for LoRA products."""
+"""Seconds of CPU workers for LoRA."""
 
 from __future__ import annotations
 
@@ -7,58 +7,52 @@ from cost_models import noisy
 
 from loraplex.perf.assist_cost import AssistCost, AssistSample, fit_assist_cost
 
-REAL = AssistCost(round_trip_s=20e-6, call_s=60e-6, weight_s=2e-11, serial_s=1.5e-12, shared_s=10e-12)
+REAL = AssistCost(round_trip_s=20e-6, token_s=1e-6, call_s=60e-6, weight_s=2e-11, row_s=10e-12)
 
 
-def sample(num_tokens: int, rank: int, num_cores: int, seconds: float | None = None) -> AssistSample:
-    num_weights = rank * 8192
-    known = REAL.product_s(num_tokens=num_tokens, num_weights=num_weights, num_cores=num_cores)
+def sample(num_tokens: int, rank: int, num_workers: int) -> AssistSample:
+    weights = (rank * 8192,) * 3
     return AssistSample(
         num_tokens=num_tokens,
-        rank=rank,
-        in_features=4096,
-        out_features=4096,
-        num_cores=num_cores,
-        seconds=seconds or known,
+        weights=weights,
+        num_workers=num_workers,
+        seconds=REAL.task_s(weights, num_tokens=num_tokens, num_workers=num_workers),
     )
 
 
 def test_a_machine_is_found_again_from_noisy_samples() -> None:
     noise = noisy(0.03)
-    grid = [(t, r, c) for t in (8, 32, 128, 256) for r in (8, 64) for c in (1, 2, 8)]
-    exact = [sample(*size) for size in grid]
-    found = fit_assist_cost(
-        [sample(*size, seconds=noise(known.seconds)) for size, known in zip(grid, exact, strict=True)] * 3,
-        round_trip_s=20e-6,
-    )
-    for known in exact:
-        predicted = found.product_s(
-            num_tokens=known.num_tokens, num_weights=known.num_weights, num_cores=known.num_cores
+    exact = [sample(t, r, c) for t in (8, 32, 128, 256) for r in (8, 64) for c in (1, 2, 8)]
+    noisy_samples = [
+        AssistSample(
+            num_tokens=known.num_tokens,
+            weights=known.weights,
+            num_workers=known.num_workers,
+            seconds=noise(known.seconds),
         )
+        for known in exact
+    ]
+    found = fit_assist_cost(noisy_samples * 3, round_trip_s=20e-6, token_s=1e-6)
+    for known in exact:
+        predicted = found.task_s(known.weights, num_tokens=known.num_tokens, num_workers=known.num_workers)
         assert predicted == pytest.approx(known.seconds, rel=0.06)
-    assert found.shared_s == pytest.approx(REAL.shared_s, rel=0.1)
+    assert found.row_s == pytest.approx(REAL.row_s, rel=0.1)
     assert found.quality is not None
     assert found.quality.r_squared > 0.99
 
 
-def test_three_measured_products_are_repeated() -> None:
-    """One core: 256 tokens of rank 64 in 1.66 ms, 32 tokens in 0.29 ms; eight cores: 0.38 ms."""
-    samples = [sample(256, 64, 1, 1.66e-3), sample(32, 64, 1, 0.29e-3), sample(256, 64, 8, 0.38e-3)]
-    cost = fit_assist_cost(samples, round_trip_s=0.0)
-    assert cost.quality is not None
-    assert cost.quality.worst_error < 0.02
-    four = cost.product_s(num_tokens=256, num_weights=64 * 8192, num_cores=4)
-    assert 0.38e-3 < four < 1.66e-3
+def test_workers_share_the_parts_first_and_the_rows_then() -> None:
+    def row_part_s(num_tokens: int, num_workers: int) -> float:
+        cost = AssistCost(round_trip_s=0, token_s=0, call_s=0, weight_s=0, row_s=1e-12)
+        return cost.task_s([1000, 1000, 1000], num_tokens=num_tokens, num_workers=num_workers)
+
+    one = row_part_s(96, 1)
+    assert row_part_s(96, 3) == pytest.approx(one / 3)
+    assert row_part_s(96, 6) == pytest.approx(one / 6)
+    assert row_part_s(16, 6) == row_part_s(16, 3), "so few rows are not worth two workers"
 
 
-def test_without_samples_of_several_cores_more_of_them_do_not_help() -> None:
-    cost = fit_assist_cost([sample(t, r, 1) for t in (8, 256) for r in (8, 64)], round_trip_s=0.0)
-    one = cost.product_s(num_tokens=99, num_weights=1000, num_cores=1)
-    assert cost.product_s(num_tokens=99, num_weights=1000, num_cores=16) == one > 0
-
-
-def test_a_layer_pays_a_round_trip_for_every_group_that_has_lora() -> None:
-    product = REAL.product_s(num_tokens=5, num_weights=1000, num_cores=2)
-    layer = REAL.layer_s(num_tokens=5, weights_of_groups=[1000, 0, 1000], num_cores=2)
-    assert layer == pytest.approx(2 * (20e-6 + product))
-    assert REAL.layer_s(num_tokens=5, weights_of_groups=[0], num_cores=2) == 0
+def test_a_layer_pays_a_round_trip_and_transfers_for_every_group() -> None:
+    task = REAL.task_s([1000, 1000, 1000], num_tokens=5, num_workers=2)
+    layer = REAL.layer_s(6000, num_groups=2, num_tokens=5, num_workers=2)
+    assert layer == pytest.approx(2 * (20e-6 + 5e-6 + task))

@@ -84,7 +84,7 @@ def test_a_large_rank_makes_small_ones_dearer_with_padded_kernels() -> None:
 def test_a_slow_bus_makes_workers_worth_while() -> None:
     model = h200_model()
     slow = replace(model, corrections=Corrections(copy=10.0))
-    assist_s = model.assist_layer_s(num_tokens=128, weights_of_groups=[64 * 8192 * 3], num_cores=8)
+    assist_s = model.assist.layer_s(64 * 8192 * 3, num_groups=1, num_tokens=128, num_workers=8)
     step_s = model.step_s(PREFILL)
     assert step_s == pytest.approx(PREFILL_S, rel=0.05)
     assert slow.assist_layers(RANK_64_LAYERS, step_s, assist_s).num_layers > 0

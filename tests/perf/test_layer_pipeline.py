@@ -89,9 +89,11 @@ def test_a_hundred_mebibytes_in_32_copies_take_as_long_as_was_measured() -> None
     assert arrivals_s(H200_BUS, RANK_64_LAYERS, (1,) * 32)[-1] == pytest.approx(2.04e-3, rel=0.01)
 
 
-def simulated_assist(bus: Bus, layers: list[int], step_s: float, assist_s: float, number: int) -> float:
-    """Seconds of a step whose first layers come from workers, the others from the bus, one copy each."""
-    now, on_bus, layer_s = 0.0, bus.lead_s, step_s / len(layers)
+def simulated_assist(
+    bus: Bus, layers: list[int], step_s: float, assist_s: float, backlog_s: float, number: int
+) -> float:
+    """Return the seconds of a step whose first layers come from workers, the others from the bus."""
+    now, on_bus, layer_s = 0.0, bus.lead_s + backlog_s, step_s / len(layers)
     arrivals = {}
     for layer in range(number, len(layers)):
         if layers[layer] > 0:
@@ -99,19 +101,23 @@ def simulated_assist(bus: Bus, layers: list[int], step_s: float, assist_s: float
             arrivals[layer] = on_bus
     for layer, num_bytes in enumerate(layers):
         helped = layer < number and num_bytes > 0
-        now = max(now, arrivals.get(layer, 0.0)) + (max(layer_s, assist_s) if helped else layer_s)
+        now = max(now, arrivals.get(layer, 0.0)) + layer_s + (assist_s if helped else 0.0)
     return now
 
 
 @settings(max_examples=300)
-@given(BUSES, LAYERS, SECONDS, st.floats(0, 3))
+@given(BUSES, LAYERS, SECONDS, st.floats(0, 3), st.floats(0, 3))
 def test_workers_get_as_many_layers_as_make_the_step_shortest(
-    bus: Bus, layers: list[int], step_s: float, assist_s: float
+    bus: Bus, layers: list[int], step_s: float, assist_s: float, backlog_s: float
 ) -> None:
-    took = [simulated_assist(bus, layers, step_s, assist_s, number) for number in range(len(layers) + 1)]
-    plan = assist_layers(bus, layers, step_s, assist_s)
+    took = [
+        simulated_assist(bus, layers, step_s, assist_s, backlog_s, number)
+        for number in range(len(layers) + 1)
+    ]
+    plan = assist_layers(bus, layers, step_s, assist_s, backlog_s)
     assert took[plan.num_layers] == pytest.approx(min(took))
     assert plan.saved_s == pytest.approx(took[0] - min(took), abs=1e-9)
+    assert plan.delay_s == pytest.approx(min(took) - step_s, abs=1e-9)
 
 
 def test_a_bus_that_is_fast_enough_needs_no_workers() -> None:

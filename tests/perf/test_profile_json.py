@@ -58,7 +58,7 @@ Change = Callable[[dict[str, Any]], object]
     ("change", "reason"),
     [
         (lambda p: p.update(version=3), "it was made by an older loraplex"),
-        (lambda p: p.update(version=5), "version 5, this loraplex reads version 4"),
+        (lambda p: p.update(version=6), "version 6, this loraplex reads version 5"),
         (lambda p: p.pop("version"), "has no 'version'"),
         (lambda p: p.pop("disk"), "the profile has no 'disk'"),
         (lambda p: p.update(speed=1), "unknown 'speed'"),
@@ -104,7 +104,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda p: p["memory"].update(kv_tokens=5), "one of arena_bytes and kv_tokens"),
         (lambda p: p["memory"]["rank_bytes"].pop("q_proj"), "rank_bytes has no 'q_proj'"),
         (lambda p: p["memory"]["rank_bytes"].update(embed=1), "rank_bytes has an unknown 'embed'"),
-        (lambda p: p["assist"].update(shared_s=None), "assist: shared_s is None"),
+        (lambda p: p["assist"].update(row_s=None), "assist: row_s is None"),
         (lambda p: p["corrections"].update(step=0), "a factor is zero"),
         (lambda p: p["corrections"].pop("step"), "corrections has no 'step'"),
         (lambda p: p["subject"].update(machine=""), "subject: machine is not a text"),

@@ -1,4 +1,4 @@
-"""Who joins a step while its adapter is still on its way: nobody whom the others would have to wait for."""
+"""Requests join a step while their adapter is being copied unless that delays others too much."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.model.shapes import config_of_shape
+from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
@@ -21,7 +22,7 @@ from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import StepPlan
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.start_policy import Coming, StartPolicy
+from loraplex.scheduling.start_policy import InFlight, StartPolicy
 
 MB = 1 << 20
 
@@ -50,14 +51,14 @@ def joins(
     awaited_mb: int = 0,
     own_mb: int,
     backlog_mb: int = 0,
-    under_way: tuple[StepFeatures, ...] = (),
+    steps_before: tuple[StepFeatures, ...] = (),
 ) -> bool:
     return policy.may_join(
         before=step._replace(num_prompts=others - step.num_decodes),
         after=step._replace(num_prompts=1, num_prompt_tokens=step.num_prompt_tokens + 128),
-        coming_before=Coming(awaited_bytes=awaited_mb * MB, backlog_bytes=backlog_mb * MB),
-        coming_after=Coming(awaited_bytes=(awaited_mb + own_mb) * MB, backlog_bytes=backlog_mb * MB),
-        under_way=under_way,
+        in_flight_before=InFlight(awaited_bytes=awaited_mb * MB, backlog_bytes=backlog_mb * MB),
+        in_flight_after=InFlight(awaited_bytes=(awaited_mb + own_mb) * MB, backlog_bytes=backlog_mb * MB),
+        steps_before=steps_before,
     )
 
 
@@ -75,8 +76,8 @@ def test_those_who_decode_do_not_wait_for_a_slow_copy() -> None:
 def test_what_arrives_while_the_step_before_runs_holds_nobody_up() -> None:
     auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
     assert not joins(auto, DECODES, others=8, own_mb=400)  # 8 ms of copies in a step of 5
-    assert joins(auto, DECODES, others=8, own_mb=400, under_way=(DECODES,))
-    assert not joins(auto, DECODES, others=8, own_mb=1000, under_way=(DECODES, PROMPTS))
+    assert joins(auto, DECODES, others=8, own_mb=400, steps_before=(DECODES,))
+    assert not joins(auto, DECODES, others=8, own_mb=1000, steps_before=(DECODES, PROMPTS))
 
 
 def test_alone_it_starts_at_once_however_slow() -> None:
@@ -120,16 +121,58 @@ def test_the_others_ask_nobody(cold_start: ColdStart, expected: bool) -> None:
 def test_cpu_workers_take_as_many_layers_as_the_bus_is_slow() -> None:
     prompt = StepFeatures(num_prompts=1, num_prompt_tokens=32)
 
-    def layers(bytes_per_s: float, num_workers: int = 8) -> int:
+    def layers(bytes_per_s: float, num_workers: int = 8, backlog_mb: int = 0) -> int:
         watch = DriftWatch(costs(bytes_per_s=bytes_per_s))
         policy = StartPolicy(ColdStart.CPU_ASSIST, watch, num_workers)
-        return policy.assisted_layers(100 * MB, prompt)
+        return policy.assist_plan(100 * MB, prompt, backlog_bytes=backlog_mb * MB).num_layers
 
-    assert layers(50e9) == 1, "asked for, it is done"
+    assert layers(50e9) == 0
     assert 1 < layers(0.2e9) < 32
     assert layers(0.02e9) >= layers(0.2e9)
+    assert layers(0.2e9, backlog_mb=1000) > layers(0.2e9)
     assert layers(0.2e9, num_workers=0) == 0
-    assert StartPolicy(ColdStart.PIPELINED, DriftWatch(costs()), 8).assisted_layers(100 * MB, prompt) == 0
+    pipelined = StartPolicy(ColdStart.PIPELINED, DriftWatch(costs(bytes_per_s=0.2e9)), 8)
+    assert pipelined.assist_plan(100 * MB, prompt).num_layers == 0
+
+
+def assisted_joins(
+    policy: StartPolicy, step: StepFeatures, *, delay_s: float, own_mb: int = 100, num_assisted: int = 1
+) -> bool:
+    """Return whether a request joins whose adapter workers assist with, beside others of the kind."""
+    return policy.may_join(
+        before=step,
+        after=step._replace(num_prompts=step.num_prompts + 1, num_prompt_tokens=128),
+        in_flight_before=InFlight(awaited_bytes=0, backlog_bytes=0, num_assisted=num_assisted - 1),
+        in_flight_after=InFlight(
+            awaited_bytes=0,
+            backlog_bytes=0,
+            num_assisted=num_assisted,
+            assist_delay_s=delay_s,
+            assist_bytes=own_mb * MB,
+        ),
+    )
+
+
+def test_with_workers_a_request_joins_if_it_gains_more_than_the_decodes_lose() -> None:
+    slow = DriftWatch(costs(bytes_per_s=10e9))  # 10 ms for 100 MB
+    auto = StartPolicy(ColdStart.AUTO, slow, 8)
+    assert assisted_joins(auto, DECODES, delay_s=4e-3)
+    assert not assisted_joins(auto, DECODES._replace(num_decodes=64), delay_s=4e-3)
+    assert not assisted_joins(auto, DECODES, delay_s=4e-3, own_mb=20)
+
+
+def test_a_prompt_in_the_step_counts_as_much_as_the_request_itself() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs(bytes_per_s=10e9)), 8)
+    one = DECODES._replace(num_decodes=1, num_prompts=1)
+    assert assisted_joins(auto, one, delay_s=8e-3)
+    assert not assisted_joins(auto, one._replace(num_prompts=2), delay_s=8e-3)
+
+
+@pytest.mark.parametrize("cold_start", [ColdStart.AUTO, ColdStart.CPU_ASSIST])
+def test_a_step_has_room_for_a_few_prompts_that_workers_assist_with(cold_start: ColdStart) -> None:
+    policy = StartPolicy(cold_start, DriftWatch(costs(bytes_per_s=1e9)), 8)
+    assert assisted_joins(policy, StepFeatures(), delay_s=1e-3, num_assisted=MAX_SPANS)
+    assert not assisted_joins(policy, StepFeatures(), delay_s=1e-3, num_assisted=MAX_SPANS + 1)
 
 
 # ---- in the scheduler

@@ -19,8 +19,8 @@ from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.plan import Chunk, StepPlan
+from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.waiting_queue import WaitingQueue
 from loraplex.scheduling.work import StepWork
 
@@ -35,30 +35,30 @@ class PlainQueue(WaitingQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests: deque[Sequence] = deque()
+        self.requests: deque[RequestState] = deque()
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RequestState]:
         return iter(self.requests)
 
     def __contains__(self, request: object) -> bool:
         return request in self.requests
 
-    def append(self, request: Sequence) -> None:
+    def append(self, request: RequestState) -> None:
         self.requests.append(request)
 
-    def append_front(self, request: Sequence) -> None:
+    def append_front(self, request: RequestState) -> None:
         self.requests.appendleft(request)
 
-    def remove(self, request: Sequence) -> None:
+    def remove(self, request: RequestState) -> None:
         self.requests.remove(request)
 
-    def set_pinned(self, request: Sequence, *, pinned: bool) -> None:
+    def set_pinned(self, request: RequestState, *, pinned: bool) -> None:
         request.pinned = pinned
 
-    def first(self, count: int) -> Iterator[Sequence]:
+    def first(self, count: int) -> Iterator[RequestState]:
         return islice(self.requests, count)
 
     @property
@@ -70,7 +70,7 @@ class PlainQueue(WaitingQueue):
 
 
 class PlainPins(AdapterPins):
-    def unpin_youngest(self, waiting: WaitingQueue, behind: Sequence | None = None) -> bool:
+    def unpin_youngest(self, waiting: WaitingQueue, behind: RequestState | None = None) -> bool:
         if not self._memory.shared:
             return False
         for sequence in reversed(list(waiting)):
@@ -105,7 +105,7 @@ class PlainScheduler(Scheduler):
 
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
         waiting = self._waiting.requests  # type: ignore[attr-defined]
-        passed_over: list[Sequence] = []
+        passed_over: list[RequestState] = []
         self._pins.short = None
         while waiting and budget >= 1 and len(self._running) < self._config.max_running:
             sequence = waiting.popleft()
@@ -280,7 +280,7 @@ def test_the_random_traffic_reaches_preemptions_and_evictions() -> None:
 # ---- how many of those who wait are looked at
 
 
-class Watched(Sequence):
+class Watched(RequestState):
     """Counts how often it is asked whether its adapter is pinned, which everybody asks first."""
 
     num_looks = 0
@@ -301,7 +301,7 @@ def crowd(
 ) -> Scheduler:
     """A request that decodes, and as many as wanted that wait for an adapter each, of which two are being
     read and none ever comes."""
-    monkeypatch.setattr("loraplex.scheduling.scheduler.Sequence", Watched)
+    monkeypatch.setattr("loraplex.scheduling.scheduler.RequestState", Watched)
     arena = Arena(num_pages=100, page_bytes=PAGE, block_size=4, host_bytes=50 * PAGE)
     config = SchedulerConfig(max_model_len=100, cold_start=cold_start, prefetch_depth=16)
     scheduler = Scheduler(config, arena)

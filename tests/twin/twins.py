@@ -168,7 +168,7 @@ def imagined_machine() -> CostModel:
                 row_adapter_byte_s=1e-13,
             ),
         ),
-        assist=AssistCost(round_trip_s=0, call_s=0, weight_s=0, serial_s=0, shared_s=0),
+        assist=AssistCost(round_trip_s=0, token_s=0, call_s=0, weight_s=0, row_s=0),
         memory=EngineMemory(
             max_context=1 << 17,
             token_bytes=512 << 10,

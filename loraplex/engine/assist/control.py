@@ -24,10 +24,10 @@ from numba import carray
 
 from loraplex.core.arrays import IntArray
 from loraplex.engine.assist.shared_block import SharedBlock
-from loraplex.engine.assist.split import Share
 from loraplex.engine.assist.tasks import TICKET, AssistTask, decode, record_words
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.intrinsics import load_acquire, relax, store_release
+from loraplex.perf.assist_split import Share
 
 FOREVER: Final = (1 << 63) - 1
 """The done word of a slot without work: past every ticket."""

@@ -27,8 +27,8 @@ from loraplex.engine.assist.messages import Go, Launch, Wake
 from loraplex.engine.assist.process import WorkerProcess
 from loraplex.engine.assist.product import TILE_ROWS, Product
 from loraplex.engine.assist.shared_block import SharedBlock
-from loraplex.engine.assist.split import rows_worth_a_core, split_task
 from loraplex.engine.assist.tasks import NUM_ROWS, PART_WORDS, RANK, SHARE_WORDS, SHARES, parts_start
+from loraplex.perf.assist_split import rows_worth_a_core, split_task
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from loraplex.core.arrays import IntArray
-from loraplex.engine.assist.split import Share
+from loraplex.perf.assist_split import Share
 
 MAX_PARTS: Final = 8
 TICKET, NUM_ROWS, IN_FEATURES, X_START, X_STRIDE, Y_START, Y_STRIDE, NUM_PARTS = range(8)

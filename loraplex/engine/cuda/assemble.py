@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import torch
 
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.modules import GROUPS
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_reads import AdapterReads, ReadSlab
-from loraplex.engine.assist.split import default_num_workers
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
@@ -41,6 +42,7 @@ from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights
+from loraplex.perf.assist_split import default_num_workers
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
@@ -49,6 +51,10 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
+_TYPICAL_RANK: Final = 64
+_ELEMENT_BYTES: Final = 2
+_MIN_SAVED: Final = 0.1
+"""The share of a cold start's time from which on CPU workers are worth their cores."""
 
 
 def build_cuda_core(
@@ -71,9 +77,10 @@ def build_cuda_core(
     device, memory = weights.embedding_VH.device, None
     if host_blocks is not None:
         reads = AdapterReads(read_slab)
+        options = replace(options, cpu_workers=0)  # there is no memory that they could share
     else:
         reads, close_reads = _adapter_reads(read, peers=peers)
-        memory = _host_memory(options, device)
+        memory = _host_memory(options, config.shape, device)
         host_blocks = HostPool(config.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
     executor = _build_executor(config, weights, options, plan, host_blocks, memory, reads, collective)
     return assemble_engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
@@ -91,7 +98,7 @@ def assemble_engine(
             ),
             max_running=min(options.max_running, DECODE_ROWS[-1]),
             cold_start=options.cold_start,
-            num_workers=_num_workers(options),
+            num_workers=_num_workers(options, shape, device),
             loads_popular=options.loads_popular,
         ),
         memory=Arena(
@@ -100,7 +107,7 @@ def assemble_engine(
             block_size=options.block_size,
             host_bytes=options.host_bytes,
         ),
-        costs=DriftWatch(known_costs(shape, device, options.dtype)),
+        costs=DriftWatch(_costs(options, shape, device)),
         executor=executor,
     )
 
@@ -123,7 +130,7 @@ def assemble_shard(
             undo.callback(compilation.close)
         weights = reading.finish(report)
         report("allocating memory", 0.0)
-        memory = _host_memory(options, device)
+        memory = _host_memory(options, local.shape, device)
         reads, close_reads = _adapter_reads(None, shard, peers)
         host_blocks = HostPool(local.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
         executor = _build_executor(local, weights, options, plan, host_blocks, memory, reads, collective)
@@ -134,8 +141,9 @@ def assemble_shard(
     return executor
 
 
-def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:
-    return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=_num_workers(options) > 0)
+def _host_memory(options: CudaOptions, shape: ModelShape, device: torch.device) -> HostMemory:
+    is_shared = _num_workers(options, shape, device.type) > 0
+    return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=is_shared)
 
 
 def _adapter_reads(
@@ -171,9 +179,10 @@ def _build_executor(
         # Requests that end in a plan hold theirs until after its launch.
         num_seats = 2 * options.max_running + 2
         store = _build_store(shape, options, arena, device, host_blocks)
-        num_workers = _num_workers(options)
+        num_workers = _num_workers(options, shape, device.type)
         assist = None
-        if num_workers > 0 and memory is not None and options.padded_to is None:
+        if num_workers > 0:
+            assert memory is not None
             assist = CpuAssist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
             undo.callback(assist.close)
         executor = CudaExecutor(
@@ -208,7 +217,7 @@ def _build_store(
     if options.padded_to is not None:
         padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
         host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
-    plan_groups = _group_planner(known_costs(shape, device.type, options.dtype))
+    plan_groups = _group_planner(_costs(options, shape, device.type))
     return AdapterStore(
         shape, options.dtype, device, arena, host_blocks, plan_groups, padding, options.max_copy_bytes_per_s
     )
@@ -221,7 +230,39 @@ def _group_planner(costs: CostModel) -> PlanGroups:
     return partial(costs.plan_groups, step_s=costs.step_s(_SHORT_PROMPT))
 
 
-def _num_workers(options: CudaOptions) -> int:
+def _costs(options: CudaOptions, shape: ModelShape, device: str) -> CostModel:
+    """Return the engine's costs, with copies as slow as they are made."""
+    costs = known_costs(shape, device, options.dtype)
+    limit = options.max_copy_bytes_per_s
+    if limit is None or costs.bus is None:
+        return costs
+    copy = replace(costs.bus.copy, unit_s=max(costs.bus.copy.unit_s, 1 / limit))
+    return replace(costs, bus=replace(costs.bus, copy=copy))
+
+
+def _num_workers(options: CudaOptions, shape: ModelShape, device: str) -> int:
+    """Return the number of CPU workers; `auto` has some only where they make cold starts clearly faster."""
+    if options.padded_to is not None:
+        return 0
     if options.cpu_workers is not None:
         return options.cpu_workers
-    return default_num_workers(num_cores()) if options.cold_start is ColdStart.CPU_ASSIST else 0
+    number = default_num_workers(num_cores())
+    if options.cold_start is not ColdStart.AUTO:
+        return number if options.cold_start is ColdStart.CPU_ASSIST else 0
+    costs = _costs(options, shape, device)
+    return number if costs.measured and _assist_pays(costs, shape, number) else 0
+
+
+def _assist_pays(costs: CostModel, shape: ModelShape, num_workers: int) -> bool:
+    if num_workers == 0:
+        return False
+    layer_weights = _TYPICAL_RANK * sum(
+        shape.in_features(module) + shape.out_features(module) for module in GROUPS["qkv"]
+    )
+    layer_bytes = [layer_weights * _ELEMENT_BYTES] * shape.num_layers
+    layer_s = costs.assist.layer_s(
+        layer_weights, num_groups=1, num_tokens=_SHORT_PROMPT.num_prompt_tokens, num_workers=num_workers
+    )
+    step_s = costs.step_s(_SHORT_PROMPT)
+    plan = costs.assist_layers(layer_bytes, step_s, layer_s)
+    return plan.saved_s > _MIN_SAVED * (step_s + plan.delay_s)

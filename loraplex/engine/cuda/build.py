@@ -40,9 +40,9 @@ def build_cuda_engine(
     report: Progress,
     peers: Peers | None = None,
 ) -> Engine:
-    """An engine over a checkpoint: `options.model` is a folder, and `config` the whole model's.
+    """Return an engine over a checkpoint: `options.model` is a folder, and `config` the whole model's.
 
-    `peers`: other replicas that adapters may come from; those of several devices come from files.
+    `peers`: other replicas that adapters may be copied from; engines of several devices read files.
     """
     num_shards = options.tensor_parallel
     local = Shard(index=0, count=num_shards).config(config)
@@ -58,7 +58,7 @@ def build_cuda_engine(
         max_running=options.max_running,
         block_size=options.block_size,
         cold_start=options.cold_start,
-        cpu_workers=options.cpu_workers,
+        cpu_workers=options.cpu_workers if num_shards == 1 else 0,
         loads_popular=options.loads_popular,
     )
     # Of the first device; the others are taken to be like it.

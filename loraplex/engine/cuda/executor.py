@@ -39,9 +39,9 @@ from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import SamplingState, not_finite, sample
-from loraplex.kernels.triton.assist import MAX_SPANS
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
+from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
 _NUM_READS: Final = 2
@@ -331,8 +331,8 @@ class CudaExecutor:
     def _wanted_copies(
         self, built: BuiltBatch, assisted: AssistedTasks | None
     ) -> npt.NDArray[np.int64] | None:
-        """Return the copies that the whole step waits for, by place (`kernels.triton.gate`); None for none. Of
-        adapters that only assisted spans use, that is the table alone."""
+        """Return the copies that the whole step waits for, by place (`kernels.triton.gate`); None for none.
+        Those of adapters that only assisted spans use are the tables."""
         arrivals = {
             version: self._arrivals[version]
             for version in (chunk.adapter for chunk in built.chunks)

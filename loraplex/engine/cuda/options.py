@@ -18,7 +18,8 @@ class CudaOptions:
     """`memory_fraction`: of the device's memory, for all that the engine holds;
     `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
     adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `cpu_workers`:
-    processes that compute LoRA for `ColdStart.CPU_ASSIST`; None: as the machine has cores, if that is chosen.
+    processes that compute LoRA for adapters on their way; None: as many as the machine has cores for, where
+    the policy uses them.
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
     two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate."""
 

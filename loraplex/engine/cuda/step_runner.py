@@ -24,11 +24,12 @@ from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
 from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, assisted_graph_sizes, exact_sizes, graph_sizes
-from loraplex.kernels.triton.assist import MAX_SPANS, AssistSpans
+from loraplex.kernels.triton.assist import AssistSpans
 from loraplex.kernels.triton.lora_rows import FEW_SEGMENTS
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
 from loraplex.model.decoder import Decoder, KVCache
+from loraplex.perf.assist_split import MAX_SPANS
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class StepRunner:
     def _lora_steps(
         self, lora: StepLora, block: DeviceBlock, scratch: StepScratch | None = None
     ) -> tuple[LoraStep | AssistedStep, ...]:
-        """Return the LoRA steps over a block; CPU workers assist with the prompts' if it has room for that."""
+        """Return the LoRA steps over a block. CPU workers assist with prompts if it has room for that."""
         steps = lora.steps(self._decoder.config.shape, block, scratch)
         if block.sizes.assists == 0 or not steps:
             return steps

@@ -18,7 +18,7 @@ from typing import Final
 from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
 from loraplex.engine.cuda.step_lora import SPAN_TILE_ROWS, StepLora
-from loraplex.kernels.triton.assist import MAX_SPANS
+from loraplex.perf.assist_split import MAX_SPANS
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""

@@ -1,6 +1,6 @@
 """LoRA of prompts whose adapters are still being copied to the device, computed by CPU workers.
 
-A step has up to SPANS such prompts. For each group of linears of a layer:
+A step has a few such prompts (`perf.assist_split.MAX_SPANS`). For each group of linears of a layer:
 
     choose    beside the base product    find spans whose weights have not arrived; LoRA kernels skip these
     send                                 write the inputs of those spans to host memory that the workers share
@@ -35,7 +35,6 @@ from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
 from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.lora_entries import COLUMNS, module_of_block
 
-MAX_SPANS = 4
 _GROUP_PLACES = {group: place for place, group in enumerate(GROUPS)}
 _SEND_BLOCK = 1024
 _ADD_BLOCK = 512

@@ -140,8 +140,10 @@ def _scratch_sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sizes of the entries, alike for all launches, and of the shrunk inputs."""
     widest = max(shape.in_features(module) for module in MODULES)
-    is_rows = isinstance(launch, RowsLaunch)
-    splits = triton.cdiv(widest, launch.shrink_block_k) if is_rows else launch.shrink_splits
+    if isinstance(launch, RowsLaunch):
+        splits = triton.cdiv(widest, launch.shrink_block_k)
+    else:
+        splits = launch.shrink_splits
     table_rows = shape.num_layers * len(MODULES)
     return (table_rows, num_tiles, TABLE_COLUMNS), (splits, num_rows, 3 * MAX_RANK)
 

@@ -25,6 +25,7 @@ from loraplex.engine.cuda.bus import Bus, Copy
 from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.streams import Moment
+from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.scheduling.start_policy import StartPolicy
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,14 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> Submissions:
     monkeypatch.setattr(CpuAssist, "submit", noting)
     monkeypatch.setattr(HeldBus, "submissions", noted, raising=False)
     monkeypatch.setattr("loraplex.engine.cuda.adapter_store.Bus", HeldBus)
+    plan_layers(monkeypatch, 1)
     return noted
+
+
+def plan_layers(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+    """Have workers assist with so many layers: here, where nothing is copied over a bus, none would pay."""
+    plan = AssistPlan(num_layers=num_layers)
+    monkeypatch.setattr(StartPolicy, "assist_plan", lambda policy, *args, **options: plan)
 
 
 def engine_of(cold_start: ColdStart) -> Engine:
@@ -202,7 +210,7 @@ def test_each_layer_is_computed_where_its_weights_are_when_it_is_reached(
     tasks_before_copies: int | None,
     num_computed: int,
 ) -> None:
-    monkeypatch.setattr(StartPolicy, "assisted_layers", lambda policy, num_bytes, prompt: 2)
+    plan_layers(monkeypatch, 2)
     submissions.tasks_before_copies = tasks_before_copies
     version = SPECS[1].version  # of two groups in each of two layers
     assisted.add_request(greedy(version, version))
@@ -298,8 +306,8 @@ def test_a_decoding_row_waits_for_the_adapter_that_workers_help_a_prompt_with(
 
     monkeypatch.setattr(StepRunner, "run", noted)
     version = SPECS[0].version
-    assisted.add_request(greedy("one", version, prompt=1, tokens=1))
     assisted.add_request(greedy("many", version, tokens=1))
+    assisted.add_request(greedy("one", version, prompt=1, tokens=1))
     run_to_end(assisted)
     copies, num_assisted = runs[0]
     assert num_assisted == 1

@@ -8,7 +8,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.scheduling.plan import Chunk
 
 
-class Sequence:
+class RequestState:
     """Mutable state of one request.
 
         tokens   [ prompt ............ | output ...... | unknown ]
@@ -103,6 +103,6 @@ class ChunkUnderWay(NamedTuple):
     """A chunk of a step in flight: its sequence, `num_resets` of that when it was decided, and whether it
     samples."""
 
-    sequence: Sequence
+    sequence: RequestState
     num_resets: int
     samples: bool

@@ -1,4 +1,4 @@
-"""How a task is split among workers: each computes some rows of some parts.
+"""How a LoRA task is split among CPU workers: each computes some rows of some parts.
 
 Parts are split first, as each has weights of its own to read; then the rows of a part, as far as that pays.
 """
@@ -11,7 +11,9 @@ from typing import Final, NamedTuple
 _MAX_WORKERS: Final = 16
 _MIN_CORES: Final = 4
 _TIME_SLACK: Final = 1.25
-_ROW_ALIGNMENT: Final = 16
+MAX_SPANS: Final = 4
+"""Prompts of one step that workers assist with."""
+ROW_ALIGNMENT: Final = 16
 """Rows that matrix tiles compute at once."""
 
 
@@ -41,7 +43,7 @@ def split_task(num_rows: int, parts: Sequence[int], ready: Sequence[bool], rows_
         own = parts[len(parts) * group // num_groups : len(parts) * (group + 1) // num_groups]
         slots = workers[len(workers) * group // num_groups : len(workers) * (group + 1) // num_groups]
         num_slices = min(len(slots), -(-num_rows // rows_each))
-        step = -(-num_rows // (num_slices * _ROW_ALIGNMENT)) * _ROW_ALIGNMENT
+        step = -(-num_rows // (num_slices * ROW_ALIGNMENT)) * ROW_ALIGNMENT
         for slot, start in zip(slots, range(0, num_rows, step), strict=False):
             shares[slot] = Share(start, min(start + step, num_rows), own[0], own[-1] + 1)
     return shares

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.engine.assist.split import Share, default_num_workers, rows_worth_a_core, split_task
+from loraplex.perf.assist_split import Share, default_num_workers, rows_worth_a_core, split_task
 
 
 @given(
