@@ -51,8 +51,8 @@ class RandomEngineOptions:
     pad adapters to the largest rank of their batch, up to this one. `compiled`: on a CPU, use the kernels of
     `serve`, not plain torch. `from_files`: adapters are read from their files. `cpu_workers`: processes that
     compute LoRA beside a GPU; each adapter then has host memory of its own. `max_copy_bytes_per_s`: slow
-    copies to a GPU down to this rate. `runs_ahead`: on a CPU, launch the next step before collecting the last, as a
-    GPU does; this gains nothing there.
+    copies to a GPU down to this rate. `runs_ahead`: on a CPU, launch the next step before collecting the
+    last, as a GPU does; this gains nothing there.
     """
 
     shape: str

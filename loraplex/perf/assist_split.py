@@ -27,9 +27,9 @@ class Share(NamedTuple):
 
 
 def default_num_workers(num_cores: int) -> int:
-    """Return three quarters of the cores: the engine and its loaders need the others. None on a machine with
-    few cores."""
-    return 0 if num_cores < _MIN_CORES else min(num_cores * 3 // 4, _MAX_WORKERS)
+    """Return half of the cores: the engine and its loaders need the others, and two hardware threads of one
+    core share its matrix tiles. None on a machine with few cores."""
+    return 0 if num_cores < _MIN_CORES else min(num_cores // 2, _MAX_WORKERS)
 
 
 def split_task(num_rows: int, parts: Sequence[int], ready: Sequence[bool], rows_each: int) -> list[Share]:

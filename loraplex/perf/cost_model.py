@@ -104,11 +104,11 @@ class CostModel:
         return tuple(layer_pipeline.cut_groups(best, layer_bytes))
 
     def assist_layers(
-        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float, backlog_s: float = 0.0
+        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float
     ) -> layer_pipeline.AssistPlan:
-        """Return how many of the first layers CPU workers should compute; none if the bus alone is as fast.
-        `backlog_s`: the bus is busy for that long."""
-        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s, backlog_s)
+        """Return how many of the first layers CPU workers should compute; none if the bus alone is as
+        fast."""
+        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
 
     def _bus(self) -> Bus:
         """Return the corrected bus; if there is none, one that takes no time."""

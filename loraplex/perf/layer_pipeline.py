@@ -113,19 +113,14 @@ class AssistPlan:
     delay_s: float = 0.0
 
 
-def assist_layers(
-    bus: Bus, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float, backlog_s: float = 0.0
-) -> AssistPlan:
+def assist_layers(bus: Bus, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float) -> AssistPlan:
     """Return how many of the first layers CPU workers should compute while the bus copies the others; none if
-    the bus alone is as fast. `assist_layer_s`: what workers add to a layer. `backlog_s`: the bus is busy with
-    other copies for that long.
+    the bus alone is as fast. `assist_layer_s`: what workers add to a layer.
 
     The bus copies the layers after those first: ideally their first arrives when the workers are done.
     """
     layer_s = step_s / max(len(layer_bytes), 1)
-    arrived_s = [
-        at + backlog_s if at > 0 else 0.0 for at in arrivals_s(bus, layer_bytes, [1] * len(layer_bytes))
-    ]
+    arrived_s = arrivals_s(bus, layer_bytes, [1] * len(layer_bytes))
     alone_s = best_s = stall_s(arrived_s, step_s)
     best_number, slowdown_s = 0, 0.0
     for number in range(1, len(layer_bytes) + 1):
@@ -133,7 +128,7 @@ def assist_layers(
             continue  # it costs nothing, so it is no place to stop at
         slowdown_s += assist_layer_s
         # The others arrive earlier, by what the bus would have taken for the first.
-        sooner_s = arrived_s[number - 1] - bus.lead_s - backlog_s
+        sooner_s = arrived_s[number - 1] - bus.lead_s
         rest_s = [max(at - sooner_s, 0.0) for at in arrived_s[number:]]
         waits_s = max((at - (number + i) * layer_s - slowdown_s for i, at in enumerate(rest_s)), default=0.0)
         delay_s = slowdown_s + max(waits_s, 0.0)

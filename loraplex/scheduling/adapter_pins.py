@@ -144,8 +144,8 @@ class AdapterPins:
         streaming = self._table.streaming
         started = {load.version for load in self._loads}
         used = {version for version in streaming if version in versions}
-        assisted = [self._assist_delays_s[version] for version in used & self._assist_delays_s.keys()]
-        awaited = used - self._assist_delays_s.keys()
+        assisted = used & self._assist_delays_s.keys()
+        awaited = used - assisted
         return InFlight(
             awaited_bytes=sum(streaming[version] for version in awaited),
             # What was started for this step and is not awaited by it is copied later.
@@ -156,9 +156,8 @@ class AdapterPins:
                 for version, size in streaming.items()
                 if version not in awaited and version not in started
             ),
-            num_assisted=len(assisted),
-            assist_delay_s=sum(assisted),
-            assist_bytes=sum(streaming.values()) if assisted else 0,
+            assisted_bytes=sum(streaming[version] for version in assisted),
+            assist_delay_s=sum(self._assist_delays_s[version] for version in assisted),
         )
 
     def without_room(self, *, any_runs: bool) -> RequestState | None:
@@ -227,13 +226,13 @@ class AdapterPins:
         """Return how many first layers CPU workers may compute for a prompt of so many tokens."""
         streaming = self._table.streaming
         self._assist_delays_s = {v: s for v, s in self._assist_delays_s.items() if v in streaming}
-        if not self.starts.assists or num_tokens < 2:
+        # Behind other copies, workers would take longer for all of its layers than the bus for all copies.
+        if not self.starts.assists or num_tokens < 2 or streaming:
             return 0
         plan = self.starts.assist_plan(
             num_bytes,
             StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens),
             num_groups=self._table.num_groups(version),
-            backlog_bytes=sum(streaming.values()),
         )
         if plan.num_layers > 0:
             self._assist_delays_s[version] = plan.delay_s

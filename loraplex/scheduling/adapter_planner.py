@@ -164,8 +164,8 @@ class AdapterPlanner:
             block_ids=[],
             samples=True,
         )
-        if self._starts.always_joins:
-            return True
+        if not self._starts.decides:
+            return self._starts.streams
         used, num_bytes = {chunk.adapter for chunk in chunks}, self._bytes_of
         return self._starts.may_join(
             before=step_features(chunks, num_bytes),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
-from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.layer_pipeline import AssistPlan
@@ -29,15 +28,13 @@ _NO_PLAN: Final = AssistPlan()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InFlight:
     """Copies to the device, as a step sees them. `awaited_bytes`: of adapters that the step uses, without
-    those that CPU workers assist with; `backlog_bytes`: copied before them. `num_assisted`: adapters that
-    workers assist with, `assist_delay_s`: by how much they delay the step, and `assist_bytes`: all that is
-    copied up to them."""
+    those that CPU workers assist with; `backlog_bytes`: copied before them. `assisted_bytes`: of those that
+    workers assist with, and `assist_delay_s`: by how much these delay the step."""
 
     awaited_bytes: int
     backlog_bytes: int
-    num_assisted: int = 0
+    assisted_bytes: int = 0
     assist_delay_s: float = 0.0
-    assist_bytes: int = 0
 
 
 class StartPolicy:
@@ -55,9 +52,9 @@ class StartPolicy:
         return self._cold_start in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     @property
-    def always_joins(self) -> bool:
-        """Whether such requests join a step whatever is in it."""
-        return self._cold_start is ColdStart.PIPELINED
+    def decides(self) -> bool:
+        """Whether costs decide which steps such requests join."""
+        return self._costs is not None and self._cold_start in (ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     @property
     def assists(self) -> bool:
@@ -67,7 +64,7 @@ class StartPolicy:
     def is_there_after(self, seconds: float, num_bytes: int) -> bool:
         """Return whether a request may join a step that begins after so many seconds, as its adapter has
         arrived by then if nothing else is copied."""
-        if self._costs is None or self._cold_start is not ColdStart.AUTO:
+        if self._costs is None or not self.decides:
             return self.streams
         return self._costs.model.copy_s(num_bytes) <= seconds
 
@@ -82,9 +79,7 @@ class StartPolicy:
     ) -> bool:
         """Return whether a request may join a step, which is `after` with it and `before` without. The step
         begins when `steps_before` are over."""
-        if in_flight_after.num_assisted > MAX_SPANS:
-            return False
-        if self._costs is None or self._cold_start is not ColdStart.AUTO:
+        if self._costs is None or not self.decides:
             return self.streams
         if before.num_decodes + before.num_prompts == 0:
             return True  # it delays no other request
@@ -94,18 +89,14 @@ class StartPolicy:
         added_s = stall_s - _stall_s(model, in_flight_before, model.step_s(before), begins_s)
         if before.num_decodes == 0 or stall_s <= _MAX_DECODE_STALL * step_s:
             return added_s * (before.num_decodes + before.num_prompts) <= step_s
-        if in_flight_after.num_assisted == in_flight_before.num_assisted:
-            return False
-        # Otherwise it would wait until its adapter has arrived.
-        gain_s = model.copy_s(in_flight_after.assist_bytes) - begins_s
+        # If it does not join, it waits until its adapter has arrived.
+        own_bytes = in_flight_after.assisted_bytes - in_flight_before.assisted_bytes
+        gain_s = model.copy_s(own_bytes) - begins_s
         return added_s * (before.num_prompts + _DECODE_WEIGHT * before.num_decodes) <= gain_s
 
-    def assist_plan(
-        self, num_bytes: int, prompt: StepFeatures, *, num_groups: int = 1, backlog_bytes: int = 0
-    ) -> AssistPlan:
+    def assist_plan(self, num_bytes: int, prompt: StepFeatures, *, num_groups: int = 1) -> AssistPlan:
         """Return how many of an adapter's first layers CPU workers compute for a prompt while the adapter is
-        copied. `num_groups`: groups of linears that it changes in a layer; `backlog_bytes`: copied before
-        it."""
+        copied, with nothing else on the bus. `num_groups`: groups of linears that it changes in a layer."""
         if not self.assists:
             return _NO_PLAN
         if self._costs is None:
@@ -119,7 +110,7 @@ class StartPolicy:
             num_workers=self._num_workers,
         )
         layer_bytes = [num_bytes // num_layers] * num_layers
-        return model.assist_layers(layer_bytes, model.step_s(prompt), layer_s, model.copy_s(backlog_bytes))
+        return model.assist_layers(layer_bytes, model.step_s(prompt), layer_s)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Record the time of copies to the device that nothing delayed."""

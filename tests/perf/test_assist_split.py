@@ -54,6 +54,6 @@ def test_rows_are_worth_a_core_while_more_of_them_cost_nothing(times_us: dict[in
     assert rows_worth_a_core(times_us) == rows
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 0), (4, 3), (16, 12), (192, 16)])
+@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 0), (4, 2), (16, 8), (192, 16)])
 def test_few_cores_get_few_workers_or_none(cores: int, workers: int) -> None:
     assert default_num_workers(cores) == workers

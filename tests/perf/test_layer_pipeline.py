@@ -89,11 +89,9 @@ def test_a_hundred_mebibytes_in_32_copies_take_as_long_as_was_measured() -> None
     assert arrivals_s(H200_BUS, RANK_64_LAYERS, (1,) * 32)[-1] == pytest.approx(2.04e-3, rel=0.01)
 
 
-def simulated_assist(
-    bus: Bus, layers: list[int], step_s: float, assist_s: float, backlog_s: float, number: int
-) -> float:
+def simulated_assist(bus: Bus, layers: list[int], step_s: float, assist_s: float, number: int) -> float:
     """Return the seconds of a step whose first layers come from workers, the others from the bus."""
-    now, on_bus, layer_s = 0.0, bus.lead_s + backlog_s, step_s / len(layers)
+    now, on_bus, layer_s = 0.0, bus.lead_s, step_s / len(layers)
     arrivals = {}
     for layer in range(number, len(layers)):
         if layers[layer] > 0:
@@ -106,15 +104,12 @@ def simulated_assist(
 
 
 @settings(max_examples=300)
-@given(BUSES, LAYERS, SECONDS, st.floats(0, 3), st.floats(0, 3))
+@given(BUSES, LAYERS, SECONDS, st.floats(0, 3))
 def test_workers_get_as_many_layers_as_make_the_step_shortest(
-    bus: Bus, layers: list[int], step_s: float, assist_s: float, backlog_s: float
+    bus: Bus, layers: list[int], step_s: float, assist_s: float
 ) -> None:
-    took = [
-        simulated_assist(bus, layers, step_s, assist_s, backlog_s, number)
-        for number in range(len(layers) + 1)
-    ]
-    plan = assist_layers(bus, layers, step_s, assist_s, backlog_s)
+    took = [simulated_assist(bus, layers, step_s, assist_s, number) for number in range(len(layers) + 1)]
+    plan = assist_layers(bus, layers, step_s, assist_s)
     assert took[plan.num_layers] == pytest.approx(min(took))
     assert plan.saved_s == pytest.approx(took[0] - min(took), abs=1e-9)
     assert plan.delay_s == pytest.approx(min(took) - step_s, abs=1e-9)

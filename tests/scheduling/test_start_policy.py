@@ -10,7 +10,6 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.model.shapes import config_of_shape
-from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
@@ -121,34 +120,27 @@ def test_the_others_ask_nobody(cold_start: ColdStart, expected: bool) -> None:
 def test_cpu_workers_take_as_many_layers_as_the_bus_is_slow() -> None:
     prompt = StepFeatures(num_prompts=1, num_prompt_tokens=32)
 
-    def layers(bytes_per_s: float, num_workers: int = 8, backlog_mb: int = 0) -> int:
+    def layers(bytes_per_s: float, num_workers: int = 8) -> int:
         watch = DriftWatch(costs(bytes_per_s=bytes_per_s))
         policy = StartPolicy(ColdStart.CPU_ASSIST, watch, num_workers)
-        return policy.assist_plan(100 * MB, prompt, backlog_bytes=backlog_mb * MB).num_layers
+        return policy.assist_plan(100 * MB, prompt).num_layers
 
     assert layers(50e9) == 0
     assert 1 < layers(0.2e9) < 32
     assert layers(0.02e9) >= layers(0.2e9)
-    assert layers(0.2e9, backlog_mb=1000) > layers(0.2e9)
     assert layers(0.2e9, num_workers=0) == 0
     pipelined = StartPolicy(ColdStart.PIPELINED, DriftWatch(costs(bytes_per_s=0.2e9)), 8)
     assert pipelined.assist_plan(100 * MB, prompt).num_layers == 0
 
 
-def assisted_joins(
-    policy: StartPolicy, step: StepFeatures, *, delay_s: float, own_mb: int = 100, num_assisted: int = 1
-) -> bool:
-    """Return whether a request joins whose adapter workers assist with, beside others of the kind."""
+def assisted_joins(policy: StartPolicy, step: StepFeatures, *, delay_s: float, own_mb: int = 100) -> bool:
+    """Return whether a request joins whose adapter workers assist with."""
     return policy.may_join(
         before=step,
         after=step._replace(num_prompts=step.num_prompts + 1, num_prompt_tokens=128),
-        in_flight_before=InFlight(awaited_bytes=0, backlog_bytes=0, num_assisted=num_assisted - 1),
+        in_flight_before=InFlight(awaited_bytes=0, backlog_bytes=0),
         in_flight_after=InFlight(
-            awaited_bytes=0,
-            backlog_bytes=0,
-            num_assisted=num_assisted,
-            assist_delay_s=delay_s,
-            assist_bytes=own_mb * MB,
+            awaited_bytes=0, backlog_bytes=0, assisted_bytes=own_mb * MB, assist_delay_s=delay_s
         ),
     )
 
@@ -166,13 +158,6 @@ def test_a_prompt_in_the_step_counts_as_much_as_the_request_itself() -> None:
     one = DECODES._replace(num_decodes=1, num_prompts=1)
     assert assisted_joins(auto, one, delay_s=8e-3)
     assert not assisted_joins(auto, one._replace(num_prompts=2), delay_s=8e-3)
-
-
-@pytest.mark.parametrize("cold_start", [ColdStart.AUTO, ColdStart.CPU_ASSIST])
-def test_a_step_has_room_for_a_few_prompts_that_workers_assist_with(cold_start: ColdStart) -> None:
-    policy = StartPolicy(cold_start, DriftWatch(costs(bytes_per_s=1e9)), 8)
-    assert assisted_joins(policy, StepFeatures(), delay_s=1e-3, num_assisted=MAX_SPANS)
-    assert not assisted_joins(policy, StepFeatures(), delay_s=1e-3, num_assisted=MAX_SPANS + 1)
 
 
 # ---- in the scheduler
