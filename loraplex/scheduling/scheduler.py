@@ -2,8 +2,9 @@
 
 Running requests go first: each decoding one gets its next token, prompts get chunks of what the step may
 compute beside that. What is left admits waiting requests, first come first served, as soon as their adapter
-is in memory. When KV memory runs out, the youngest running request is preempted: it gives its blocks back and
-is computed again later. Where adapters share that memory, waiting requests lose the pins on theirs first.
+is in memory and there is KV memory for their whole prompt. When KV memory runs out, the youngest running
+request is preempted: it gives its blocks back and is computed again later. Where adapters share that memory,
+waiting requests lose the pins on theirs first.
 
 A step may be decided while the one before is still in flight: its tokens are counted before they are known.
 `update` reports them afterwards, in the order of the steps; results for a request that has ended by then are
@@ -285,6 +286,7 @@ class Scheduler:
         # No request overtakes one that was refused memory for its adapter: it would take that memory.
         refused = self._pins.refused if self._memory.shared else None
         admitted: list[RequestState] = []
+        num_promised: int | None = None
         for sequence in self._waiting.candidates():
             if budget < 1 or len(self._running) >= self._config.max_running:
                 break
@@ -296,21 +298,29 @@ class Scheduler:
                 continue
             if not self._slots.has_room_for(sequence.adapter):
                 continue
-            num_tokens = self._start(sequence, budget)
+            if num_promised is None:
+                num_promised = sum(map(self._promised_blocks, self._running))
+            num_tokens = self._start(sequence, budget, num_promised)
             if num_tokens == 0:
                 self._pins.short = sequence
                 break
             admitted.append(sequence)
             self._running.append(sequence)
+            num_promised += self._promised_blocks(sequence)
             self._slots.enter(sequence.adapter)
             chunks.append(sequence.next_chunk(num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         for sequence in admitted:
             self._waiting.remove(sequence)
 
-    def _start(self, sequence: RequestState, budget: float) -> int:
+    def _promised_blocks(self, sequence: RequestState) -> int:
+        """Return the blocks that a running request still has to take for the tokens that it has."""
+        return max(self._pool.blocks_for(len(sequence.token_ids)) - len(sequence.block_ids), 0)
+
+    def _start(self, sequence: RequestState, budget: float, num_promised: int) -> int:
         """Allocate blocks for a first chunk after the cached prefix, and return its tokens; 0 if memory is
-        short."""
+        short. There must be memory for all that the request has to compute, beside the blocks promised to
+        running requests. If none runs, or prompts are not cut, memory for the first chunk is enough."""
         searches = sequence.request.params.prompt_logprobs is None
         cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
         self._pool.share(cached)
@@ -320,6 +330,11 @@ class Scheduler:
             self._pool.release(cached)
             return 0
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
+        whole = self._pool.blocks_for(len(sequence.token_ids)) - len(cached)
+        cuts_prompts = not self._config.prompts_first
+        if cuts_prompts and self._running and num_promised + whole > self._pool.num_obtainable:
+            self._pool.release(cached)
+            return 0
         blocks = self._pool.allocate(missing)
         while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting, sequence):
             blocks = self._pool.allocate(missing)  # no running request would ever free memory

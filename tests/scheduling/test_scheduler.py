@@ -202,6 +202,31 @@ def test_the_preempted_request_comes_before_those_that_wait() -> None:
     assert list(sizes(bench.schedule())) == ["b"]
 
 
+def test_a_prompt_is_not_begun_before_there_is_memory_for_all_of_it() -> None:
+    bench = Bench(num_blocks=8, max_step_tokens=8)
+    bench.add("a", 7, max_tokens=3)
+    bench.step()
+    bench.add("b", 28)  # 7 blocks, with 6 free: its first chunk would fit
+    for _ in range(2):
+        assert list(sizes(bench.step()[0])) == ["a"]
+    assert list(sizes(bench.step()[0])) == ["b"]
+
+
+def test_a_prompt_that_is_being_read_is_promised_the_memory_for_its_rest() -> None:
+    bench = Bench(num_blocks=77, max_step_tokens=140, max_model_len=400)
+    bench.add("a", 300)  # 75 blocks
+    bench.step()
+    bench.add("b", 12)  # 3 blocks, with 13 free after this step, of which a will take 11
+    assert sizes(bench.schedule()) == {"a": 128}
+
+
+def test_requests_let_in_by_the_same_step_share_what_there_is() -> None:
+    bench = Bench(num_blocks=32, max_step_tokens=100, max_model_len=160)
+    bench.add("a", 120)  # 30 blocks, 16 for its first chunk, which leaves room in the step
+    bench.add("b", 12)  # 3 blocks
+    assert sizes(bench.schedule()) == {"a": 64}
+
+
 def test_a_request_that_outgrows_all_memory_fails_with_the_reason() -> None:
     bench = Bench(num_blocks=2)
     bench.add("a", 7, max_tokens=30)

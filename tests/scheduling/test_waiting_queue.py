@@ -120,7 +120,8 @@ class PlainScheduler(Scheduler):
             if not self._slots.has_room_for(sequence.adapter):
                 passed_over.append(sequence)
                 continue
-            num_tokens = self._start(sequence, budget)
+            num_promised = sum(map(self._promised_blocks, self._running))
+            num_tokens = self._start(sequence, budget, num_promised)
             if num_tokens == 0:
                 passed_over.append(sequence)
                 self._pins.short = sequence
