@@ -40,7 +40,7 @@ class Padding(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shipment:
+class Transfer:
     """A version to copy from a byte of the host's memory to one of the arena, not before that moment.
     `assisted_layers`: as many of its first ones are computed by CPU workers meanwhile."""
 
@@ -52,7 +52,7 @@ class Shipment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Freight:
+class TransferBatch:
     """Adapters that are copied in turns: when the first copy began, and how many bytes there are in all."""
 
     begun: Moment
@@ -67,11 +67,11 @@ class Arrival:
     those that were copied in turns with it.
     """
 
-    shipment: Shipment
+    transfer: Transfer
     weights: LoraWeights
     tickets: tuple[int, ...]
     done: Moment
-    freight: Freight
+    transfer_batch: TransferBatch
 
 
 class AdapterStore:
@@ -115,33 +115,33 @@ class AdapterStore:
         """From its folder to a place in the host's memory; on a reader's thread."""
         self._host_blocks.read(spec, place)
 
-    def start(self, shipments: Sequence[Shipment]) -> list[Arrival]:
+    def start(self, transfers: Sequence[Transfer]) -> list[Arrival]:
         """Begin to copy, the first parts of all of them before the next ones of any."""
-        cuts = [self._cuts(shipment) for shipment in shipments]
-        tickets: list[dict[int, int]] = [{} for _ in shipments]
-        self._bus.wait_for(shipment.after for shipment in shipments)
-        freight = Freight(
+        cuts = [self._cuts(transfer) for transfer in transfers]
+        tickets: list[dict[int, int]] = [{} for _ in transfers]
+        self._bus.wait_for(transfer.after for transfer in transfers)
+        transfer_batch = TransferBatch(
             begun=self._bus.moment(), num_bytes=sum(cut.end - cut.begin for cut in chain.from_iterable(cuts))
         )
         for turn in zip_longest(*cuts):
             ticket = self._bus.carry(
                 copy
-                for shipment, cut in zip(shipments, turn, strict=True)
+                for transfer, cut in zip(transfers, turn, strict=True)
                 if cut is not None
-                for copy in self._copies(shipment, cut)
+                for copy in self._copies(transfer, cut)
             )
             for own, cut in zip(tickets, turn, strict=True):
                 own |= dict.fromkeys(cut.parts if cut is not None else (), ticket)
         done = self._bus.moment()
         return [
             Arrival(
-                shipment=shipment,
-                weights=self._weights(shipment.spec, shipment.place),
+                transfer=transfer,
+                weights=self._weights(transfer.spec, transfer.place),
                 tickets=tuple(own[part] for part in sorted(own)),
                 done=done,
-                freight=freight,
+                transfer_batch=transfer_batch,
             )
-            for shipment, own in zip(shipments, tickets, strict=True)
+            for transfer, own in zip(transfers, tickets, strict=True)
         ]
 
     def load(self, spec: AdapterSpec, place: int, after: Moment) -> LoraWeights:
@@ -168,8 +168,8 @@ class AdapterStore:
         """The same adapter after its block was copied to another place."""
         return replace(weights, table_LM=self._table_at(place))
 
-    def _cuts(self, shipment: Shipment) -> list[Cut]:
-        return self._cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers)
+    def _cuts(self, transfer: Transfer) -> list[Cut]:
+        return self._cuts_of(self._outline(transfer.spec).ends, transfer.assisted_layers)
 
     def _outline(self, spec: AdapterSpec) -> _Outline:
         """On any thread."""
@@ -188,9 +188,9 @@ class AdapterStore:
             return [self._padding.num_bytes(spec)] * (1 + self._shape.num_layers)
         return part_ends(slab_layout(spec, self._shape), self._shape, self._dtype)
 
-    def _copies(self, shipment: Shipment, cut: Cut) -> list[Copy]:
-        copies, target = [], self._arena.address + shipment.place + cut.begin
-        for stretch in self._host_blocks.parts(shipment.spec, shipment.source, cut.begin, cut.end):
+    def _copies(self, transfer: Transfer, cut: Cut) -> list[Copy]:
+        copies, target = [], self._arena.address + transfer.place + cut.begin
+        for stretch in self._host_blocks.parts(transfer.spec, transfer.source, cut.begin, cut.end):
             copies.append(Copy(target, stretch))
             target += stretch.num_bytes
         return copies

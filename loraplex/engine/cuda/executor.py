@@ -26,7 +26,7 @@ from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
-from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
+from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Transfer
 from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_once, draw_tokens, stays_on_device
@@ -103,8 +103,10 @@ class CudaExecutor:
         self._assist = assist
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
-        self._behind_launch: list[Shipment] = []  # what the step that is launched next does not need
-        self._told: deque[tuple[Moment, HostBlock]] = deque()  # until the step that fetches it is over
+        self._behind_launch: list[Transfer] = []  # what the step that is launched next does not need
+        self._host_blocks_in_use: deque[tuple[Moment, HostBlock]] = (
+            deque()
+        )  # until the step that fetches it is over
         self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
         self._last_moves = Moment(device)  # behind what fills the arena at first
         self._has_drawn = False
@@ -141,40 +143,40 @@ class CudaExecutor:
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
         """Copy adapters to the device: those that the next step uses first, and their first layers before
         their last ones. If there is such a step, the others wait until it is launched."""
-        self._ship_behind_launch()
-        awaited: list[Shipment] = []
-        others: list[Shipment] = []
+        self._transfer_behind_launch()
+        awaited: list[Transfer] = []
+        others: list[Transfer] = []
         for sources, load in loads:
             assert load.place is not None
             after = self._last_moves if load.quiet else Moment(self._device)
             if load.source is None:
                 self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
                 continue
-            shipment = Shipment(
+            transfer = Transfer(
                 spec=sources[0],
                 source=load.source,
                 place=load.place,
                 after=after,
                 assisted_layers=load.assisted_layers,
             )
-            (awaited if load.awaited else self._behind_launch if load.behind else others).append(shipment)
-        if self._assist is not None and any(shipment.assisted_layers > 0 for shipment in awaited):
+            (awaited if load.awaited else self._behind_launch if load.behind else others).append(transfer)
+        if self._assist is not None and any(transfer.assisted_layers > 0 for transfer in awaited):
             self._assist.arm()
-        for shipments in (awaited, *([shipment] for shipment in others)):
-            self._ship(shipments)
+        for transfers in (awaited, *([transfer] for transfer in others)):
+            self._transfer(transfers)
 
-    def _ship(self, shipments: Sequence[Shipment]) -> None:
+    def _transfer(self, transfers: Sequence[Transfer]) -> None:
         """Copy them, taking turns."""
-        if shipments:
-            for arrival in self._store.start(shipments):
-                self._adapters.weights[arrival.shipment.spec.version] = arrival.weights
-                self._arrivals[arrival.shipment.spec.version] = arrival
+        if transfers:
+            for arrival in self._store.start(transfers):
+                self._adapters.weights[arrival.transfer.spec.version] = arrival.weights
+                self._arrivals[arrival.transfer.spec.version] = arrival
 
-    def _ship_behind_launch(self) -> None:
+    def _transfer_behind_launch(self) -> None:
         """One after the other: whoever waits longest is there first."""
-        shipments, self._behind_launch = self._behind_launch, []
-        for shipment in shipments:
-            self._ship([shipment])
+        transfers, self._behind_launch = self._behind_launch, []
+        for transfer in transfers:
+            self._transfer([transfer])
 
     def evict_adapter(self, version: str) -> None:
         """Free its place. Whoever gets it comes behind steps that read it, by the stream or by `quiet`."""
@@ -249,14 +251,14 @@ class CudaExecutor:
         self._store.close(frees_memory=not self._adapters.is_reading)
 
     def _finish_steps(self) -> None:
-        while self._told:
-            self._told.popleft()[0].wait()
+        while self._host_blocks_in_use:
+            self._host_blocks_in_use.popleft()[0].wait()
 
     # ---- steps
 
     def launch(self, plan: StepPlan) -> CudaFlight:
-        while self._told and self._told[0][0].passed:
-            self._told.popleft()
+        while self._host_blocks_in_use and self._host_blocks_in_use[0][0].passed:
+            self._host_blocks_in_use.popleft()
         scored = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
         built = self._builder.build(plan.chunks, self._adapters.weights, all_rows_of=scored)
         output = self._run(built)
@@ -278,8 +280,8 @@ class CudaExecutor:
         host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
         host_L2.copy_(tokens_L2, non_blocking=True)
         done = Moment(tokens_L2.device)
-        self._told.append((done, output.host_block))
-        self._ship_behind_launch()
+        self._host_blocks_in_use.append((done, output.host_block))
+        self._transfer_behind_launch()
         return CudaFlight(
             plan=plan,
             dtype=output.logits_LV.dtype,
@@ -306,7 +308,7 @@ class CudaExecutor:
         assisted = self._assisted_tasks(built)
         output = self._runner.run(built, seats, self._wanted_copies(built, assisted), assisted)
         for span in assisted.spans if assisted is not None else ():
-            self._assisted_steps[span.arrival.shipment.spec.version] = Moment(self._device)
+            self._assisted_steps[span.arrival.transfer.spec.version] = Moment(self._device)
         return output
 
     def _assisted_tasks(self, built: BuiltBatch) -> AssistedTasks | None:
@@ -316,14 +318,14 @@ class CudaExecutor:
         found: list[AssistedSpan] = []
         for chunk, first in _first_rows(built.chunks):
             arrival = self._arrivals.get(chunk.adapter or "")
-            if arrival is not None and arrival.shipment.assisted_layers > 0 and chunk.num_tokens > 1:
+            if arrival is not None and arrival.transfer.assisted_layers > 0 and chunk.num_tokens > 1:
                 found.append(
                     AssistedSpan(
                         first=first,
                         count=chunk.num_tokens,
-                        source=arrival.shipment.source,
+                        source=arrival.transfer.source,
                         arrival=arrival,
-                        num_layers=arrival.shipment.assisted_layers,
+                        num_layers=arrival.transfer.assisted_layers,
                     )
                 )
         return self._assist.submit(found[:MAX_SPANS])
@@ -428,5 +430,5 @@ def _first_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
 
 
 def _copied(arrival: Arrival) -> tuple[int, float] | None:
-    seconds = arrival.done.seconds_since(arrival.freight.begun)
-    return None if seconds is None else (arrival.freight.num_bytes, seconds)
+    seconds = arrival.done.seconds_since(arrival.transfer_batch.begun)
+    return None if seconds is None else (arrival.transfer_batch.num_bytes, seconds)
