@@ -39,7 +39,7 @@ from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.core.cold_start import ColdStart
 
 POLICIES: Final = tuple(ColdStart)
-NUM_REQUESTS: Final = 100
+NUM_REQUESTS: Final = 60
 NUM_IDLE: Final = 10
 TOKENS: Final = (32, 128)
 
