@@ -104,8 +104,9 @@ class CudaExecutor:
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters being copied, in copy order
         self._behind_launch: list[Transfer] = []  # not needed by the step launched next
-        # Each is kept until the step that fetches it is over.
-        self._host_blocks_in_use: deque[tuple[Moment, HostBlock]] = deque()
+        self._host_blocks_in_use: deque[tuple[Moment, HostBlock]] = (
+            deque()
+        )  # each is kept until the step that fetches it is over
         self._assisted_steps: dict[str, Moment] = {}  # by version: the last step that workers assisted
         self._last_moves = Moment(device)  # after the arena's initial fill
         self._has_drawn = False
