@@ -35,12 +35,13 @@ WARM_UP: Final = 5
 READY_S: Final = 300.0
 WAIT_S: Final = 60.0
 PAUSE_S: Final = 100e-6
-"""Between two rounds: workers are back in their loop, and the GPU would be computing."""
+"""Seconds between two rounds: workers return to their loop meanwhile, and a GPU would be computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """`layers`: sets of weights used in turn; one is soon in the caches, many are not."""
+    """Sizes of the cases. `layers`: numbers of sets of weights used in turn; one set stays in the caches,
+    many do not."""
 
     hidden: int = 4096
     tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
@@ -68,7 +69,7 @@ class Case:
 
 
 class Matrices:
-    """One block with x's weights for the largest case: `layers` times A and B transposed."""
+    """One block with the weights of the largest case: A and transposed B for each layer."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
         self._hidden = sizes.hidden
@@ -102,7 +103,7 @@ def cases(sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def measure(work: Callable[[int], None], prepare: Callable[[int], None], rounds: int) -> list[float]:
-    """Microseconds of every round but the first few. `prepare` is not timed."""
+    """Return the microseconds of every round except the first few. `prepare` is not timed."""
     times = []
     for index in range(WARM_UP + rounds):
         prepare(index)
@@ -114,7 +115,7 @@ def measure(work: Callable[[int], None], prepare: Callable[[int], None], rounds:
 
 
 def pause() -> None:
-    """Without sleeping, which costs more than what is measured."""
+    """Wait without sleeping, which would cost more than what is measured."""
     until = time.perf_counter() + PAUSE_S
     while time.perf_counter() < until:
         pass
@@ -134,7 +135,7 @@ def off_worker_cores(num_workers: int) -> Iterator[None]:
 
 
 class Workers:
-    """A pool as a benchmark uses it."""
+    """A pool of workers, with the calls that are timed."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, num_workers: int) -> None:
         num_elements = max(sizes.tokens) * sizes.hidden
@@ -168,7 +169,7 @@ class Workers:
         assert self.pool.wait(self._ticket, WAIT_S)
 
     def round_trip_us(self, rounds: int) -> list[float]:
-        """Signal and wait, with nothing to compute."""
+        """Return the microseconds to signal and wait, with nothing to compute."""
         return measure(lambda _: self.go(), lambda _: self.submit(1, ()), rounds)
 
     def product_us(self, case: Case, matrices: Matrices, rounds: int) -> list[float]:
@@ -190,7 +191,7 @@ class Workers:
 
 
 def torch_us(case: Case, matrices: Matrices, sizes: Sizes) -> list[float]:
-    """The same by torch, on as many threads as it is set to."""
+    """Return the microseconds of the same product by torch, on as many threads as it is set to use."""
     x = torch.randn(case.tokens, sizes.hidden, dtype=case.dtype)
     y = torch.empty_like(x)
 

@@ -43,7 +43,7 @@ STEP: Final = "the step that is looked at"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where it runs, and how large everything is."""
+    """The device, the model, and the sizes of requests and adapters."""
 
     device: str = "cuda"
     shape: str = "llama-2-7b"
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def policies(self) -> list[ColdStart]:
-        """Those that need no files."""
+        """The policies that need no adapter files."""
         if self.device == "cuda":
             return [policy for policy in ColdStart if policy is not ColdStart.CPU_ASSIST]
         return [ColdStart.CACHED, ColdStart.ON_DEMAND, ColdStart.OVERLAP]
@@ -68,8 +68,8 @@ TINY: Final = Setting(
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Of the paper's evaluation: 200 adapters and a rate, every request on a cold one. `policies`: beside
-    `cached`; None for all."""
+    """A setup of the paper's evaluation: 200 adapters and a rate, every request on a cold adapter.
+    `policies`: those compared with `cached`; None for all."""
 
     name: str
     rank: int
@@ -84,11 +84,11 @@ SETUPS: Final = (
     Setup(name="S3", rank=64, requests_per_s=9),
 )
 WORKLOAD: Final = ("poisson-9rps-30s", 9.0)
-"""The file that all setups are made of, and its rate."""
+"""The file that all setups are made from, and its rate in requests per second."""
 
 
 def profile(setting: Setting) -> dict[str, Any]:
-    """What `loraplex profile` does; kept where engines look for it."""
+    """Run `loraplex profile`, and store the profile where engines look for it."""
     from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
     from loraplex.engine.profile_subject import profile_path
     from loraplex.model.shapes import config_of_shape
@@ -105,12 +105,13 @@ def profile(setting: Setting) -> dict[str, Any]:
 
 
 def idle(setting: Setting) -> dict[str, Any]:
-    """First token of one request: adapter on disk (in the page cache), in host memory, on the device."""
+    """Measure the first token of one request, with its adapter on disk (in the page cache), in host memory
+    and on the device."""
     return first_tokens(setting, setting.policies)
 
 
 def idle_assist(setting: Setting) -> dict[str, Any]:
-    """The same by the policy that needs CPU workers."""
+    """Measure the same with the policy that needs CPU workers."""
     return first_tokens(setting, [ColdStart.CPU_ASSIST], cpu_workers=workers())
 
 
@@ -131,7 +132,7 @@ def first_tokens(setting: Setting, policies: Sequence[ColdStart], **options: Any
 
 
 def large(setting: Setting) -> dict[str, Any]:
-    """The same of adapters of a gigabyte and more, in host memory."""
+    """Measure the same with adapters of a gigabyte and more, in host memory."""
     engine = build(setting)
     found = measure_idle(
         engine,
@@ -181,7 +182,7 @@ def setups(setting: Setting) -> dict[str, Any]:
 
 
 def requests_of(setting: Setting, setup: Setup) -> list[WorkloadRequest]:
-    """The first of the published arrivals, one on every adapter, stretched to the setup's rate."""
+    """Return the first of the published arrivals, one on every adapter, stretched to the setup's rate."""
     name, rate = WORKLOAD
     requests = read_workload(setting.workloads / f"{name}.jsonl")
     return [
@@ -191,8 +192,8 @@ def requests_of(setting: Setting, setup: Setup) -> list[WorkloadRequest]:
 
 
 def syncs(setting: Setting) -> dict[str, Any]:
-    """Times that the host waits for the device in the step that a prompt on a cold adapter runs in: from the
-    start of its load to the end of the launch."""
+    """Count how often the host waits for the device in the step that runs a prompt on a cold adapter, from
+    the start of its load to the end of the launch."""
     from loraplex.bench.random_engine import register
 
     engine, found = build(setting, from_files=True, cpu_workers=workers()), {}
@@ -216,7 +217,8 @@ def syncs(setting: Setting) -> dict[str, Any]:
 def watched_calls(
     engine: Engine, versions: Sequence[str], setting: Setting, temperature: float
 ) -> dict[str, Any]:
-    """The first request on the last of these versions, when two others have compiled all there is."""
+    """Return the CUDA calls of the first step on the last of these versions, after requests on the others
+    have compiled everything."""
     import torch
     from torch.profiler import record_function
 
@@ -265,8 +267,8 @@ def signal(setting: Setting) -> dict[str, Any]:
 
 
 def timeline(setting: Setting) -> dict[str, Any]:
-    """What the device does from a cold adapter's request to its first token, others decoding, policy by
-    policy; `benchmarks.draw_timelines` draws it. On a CPU there is nothing of a device in it."""
+    """Trace the device from the arrival of a request on a cold adapter to its first token while others
+    decode, policy by policy; `benchmarks.draw_timelines` draws it. On a CPU there is no device to trace."""
     from benchmarks.cold_timeline import NUM_ROUNDS, Scene, record_policies
 
     on_gpu, rank = setting.device == "cuda", setting.large_rank
@@ -295,7 +297,7 @@ ON_A_GPU_ALONE: Final = ("idle_assist", "syncs", "signal")
 
 @contextmanager
 def saved_adapters(setting: Setting, count: int, rank: int | None = None) -> Iterator[list[AdapterSpec]]:
-    """Files in a folder that is there for the time being."""
+    """Save random adapters in a temporary folder, which is deleted afterwards."""
     from loraplex.bench.adapter_files import save_random_adapters
     from loraplex.core.modules import module_names
     from loraplex.model.shapes import config_of_shape

@@ -1,4 +1,4 @@
-"""What only loraplex is asked: far more adapters than fit in memory, and clients that hold connections."""
+"""Scenarios of loraplex alone: far more adapters than fit in memory, and clients that hold connections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REGISTERED = re.compile(r"registered ([\d,]+) adapters in ([\d.]+) ?(ms|s)\b", 
 def many_adapters(
     checkpoint: Checkpoint, traffic: Traffic, *, repeats: int, scratch: Path, logs: Path, program: str | None
 ) -> dict[str, Any]:
-    """1,000 adapters in turn with memory for 100, so that every request finds its adapter evicted;
+    """Measure 1,000 adapters in turn with memory for 100, so that every request finds its adapter evicted,
     against 16 of them, all in memory, on the same server and with as many requests."""
     budget_bytes = NUM_RESIDENT * sum(map(SERVED.adapter_bytes, SERVED.ranks)) // len(SERVED.ranks)
     engine = engines.loraplex(
@@ -70,7 +70,7 @@ def many_adapters(
 def with_bystanders(
     checkpoint: Checkpoint, traffic: Traffic, *, repeats: int, scratch: Path, logs: Path, program: str | None
 ) -> dict[str, Any]:
-    """The published traffic alone, and among idle and slow clients; taken in turn on one server."""
+    """Measure the published traffic alone, and among idle and slow clients, in turn on one server."""
     engine = engines.loraplex(checkpoint, state_dir=scratch / "state-bystanders", program=program)
     names = checkpoint.adapter_names
     alone, among = [], []
@@ -121,7 +121,7 @@ def _num_adapters_listed(server: RunningServer) -> int:
 
 
 def _registration(server: RunningServer) -> dict[str, Any] | None:
-    """Return what the server's log says of registering its adapters; None when it does not say."""
+    """Return the registration time of adapters from the server's log; None if it is not there."""
     found = _REGISTERED.search(server.log_path.read_text(errors="replace"))
     if found is None:
         return None

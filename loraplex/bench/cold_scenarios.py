@@ -1,7 +1,7 @@
-"""Cold starts compared: the same requests, every way to start, one engine.
+"""Compares cold start policies: the same requests with each policy, on one engine.
 
-Idle, the first token of a single request: its adapter on disk, in the host's memory, on the device. And a
-workload replayed in real time, every request on an adapter of its own.
+Scenarios: on an idle engine, the first token of a single request with its adapter on disk, in host memory or
+on the device; and a workload replayed in real time, every request on an adapter of its own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from loraplex.engine.core import Engine
 from loraplex.workload.jsonl import WorkloadRequest
 
 LONG_GAP: Final = 1.5
-"""Times the median gap between tokens with all adapters cached: from there on, a request was interrupted."""
+"""Factor over the median gap between tokens with all adapters cached; a longer gap is an interruption."""
 METRICS: Final = ("ttft_ms", "tpt_ms", "e2e_ms")
 
 MakeSpecs = Callable[[str, int], Sequence[AdapterSpec]]
-"""So many adapters that nobody has seen yet, under names that begin so."""
+"""Makes new adapters, given a prefix of their names and their number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyFigures:
-    """A policy's latencies, as shares beyond those of `cached`, and how often a request's tokens paused."""
+    """A policy's latencies, their overheads as shares of those of `cached`, and interruptions of requests."""
 
     latencies: Latencies
     distributions: dict[str, Distribution]
@@ -61,7 +61,8 @@ def compare_policies(
     make_specs: MakeSpecs,
     vocab_size: int,
 ) -> dict[ColdStart, PolicyFigures]:
-    """`cached` is always among them, as all others are told by it."""
+    """Replay the requests with each policy. `cached` is always among them, because the others are compared
+    with it."""
     spread = [replace(request, adapter=index) for index, request in enumerate(requests)]
     records: dict[ColdStart, list[RequestRecord]] = {}
     for policy in dict.fromkeys((ColdStart.CACHED, *policies)):
@@ -105,15 +106,15 @@ def measure_idle(
     prompt_tokens: int,
     vocab_size: int,
 ) -> dict[ColdStart, dict[str, Distribution]]:
-    """Milliseconds to the first token on an idle engine, by policy and by where the adapter was: in each of
-    `starts` ("disk", "host"), and for a second request, "ready".
+    """Return the milliseconds to the first token on an idle engine, by policy and by where the adapter was:
+    in each of `starts` ("disk", "host"), and, for a second request, "ready".
     """
     found: dict[ColdStart, dict[str, Distribution]] = {}
     for policy in policies:
         engine.choose_cold_start(policy)
         times: dict[str, list[float]] = {}
         for start in starts:
-            # One more than counts: the first may compile and capture.
+            # One more than is counted: the first may compile and capture.
             versions = register(
                 engine, make_specs(f"{policy}-{start}", num_adapters + 1), staged=start == "host"
             )
@@ -134,7 +135,7 @@ def burst(
     engine: Engine, policies: Sequence[ColdStart], make_specs: MakeSpecs, *, size: int, prompt_tokens: int,
     vocab_size: int,
 ) -> dict[ColdStart, Distribution]:  # fmt: skip
-    """Times to the first token of requests on as many adapters, all handed over at once."""
+    """Return the milliseconds to the first token of requests on as many adapters, all added at once."""
     found = {}
     requests = [
         WorkloadRequest(arrival_s=0.0, prompt_tokens=prompt_tokens, output_tokens=2, adapter=index)
@@ -149,7 +150,7 @@ def burst(
 
 
 def forget(engine: Engine, versions: Sequence[str]) -> None:
-    """Take adapters out of every tier."""
+    """Remove adapters from every tier."""
     for version in versions:
         engine.remove_adapter(version)
     run_dry(engine)

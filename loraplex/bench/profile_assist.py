@@ -28,7 +28,7 @@ _NUM_LAYERS: Final = 16
 _READY_S: Final = 120.0
 _WAIT_S: Final = 60.0
 _PREPARE_S: Final = 300e-6
-"""Time for workers to prepare a task before it is started, as they have it while the device computes."""
+"""Seconds for workers to prepare a task before it is started, as they have while the device computes."""
 
 
 def measure_assist(
@@ -134,7 +134,7 @@ def _spin(seconds: float) -> None:
 
 
 def _round_trip_s(device: torch.device, repeats: int) -> float:
-    """A word from the device, and one back to it; none where the cores are the device."""
+    """Return the seconds to copy a word from the device and one back to it; 0 without a GPU."""
     if device.type != "cuda":
         return 0.0
     word, host = torch.zeros(1, device=device), torch.zeros(1, pin_memory=True)
@@ -153,7 +153,8 @@ def _round_trip_s(device: torch.device, repeats: int) -> float:
 
 
 def _token_s(shape: ModelShape, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
-    """Return the seconds that one more token takes over the bus, its inputs and its outputs of q, k and v."""
+    """Return the seconds that one more token's inputs and outputs of q, k and v take on the bus; 0 without a
+    GPU."""
     if device.type != "cuda":
         return 0.0
     width = shape.hidden_size + sum(map(shape.out_features, GROUPS["qkv"]))

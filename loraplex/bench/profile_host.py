@@ -1,4 +1,4 @@
-"""Measurements of `loraplex profile` beside the engine: the bus and the disk."""
+"""Measurements of `loraplex profile` without the engine: the bus and the disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DISK_SIZES: Final = tuple(num_kib << 10 for num_kib in (1024, 4096, 16384, 6553
 
 
 class Predicted(NamedTuple):
-    """Of something that was not fitted to."""
+    """A prediction of a sample that was not fitted, and the measurement."""
 
     predicted_s: float
     measured_s: float
@@ -40,8 +40,8 @@ def predictions(line: Line, samples: Sequence[tuple[int, float]]) -> list[Predic
 
 
 def measure_bus(device: torch.device, repeats: int, report: Report) -> tuple[Bus, list[Predicted]]:
-    """Copies from pinned memory on a stream of their own, as adapters are loaded; and copies of other sizes,
-    predicted by it."""
+    """Measure copies from pinned memory on a stream of their own, as adapters are loaded. Return the fit, and
+    its predictions of copies of other sizes."""
     largest = _COPY_SIZES[-1]
     host = torch.zeros(largest, dtype=torch.uint8, pin_memory=True)
     target = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -72,7 +72,8 @@ def measure_bus(device: torch.device, repeats: int, report: Report) -> tuple[Bus
 
 
 def measure_disk(folder: Path, *, repeats: int, report: Report) -> Line:
-    """A file that was dropped from the page cache; where that cannot be, what the cache gives."""
+    """Measure reads of a file that was dropped from the page cache; from the cache where it cannot be
+    dropped."""
     with _file(folder, _DISK_SIZES[-1]) as file:
         buffer = memoryview(bytearray(_DISK_SIZES[-1]))
 
@@ -91,7 +92,7 @@ def measure_disk(folder: Path, *, repeats: int, report: Report) -> Line:
 
 @contextmanager
 def _file(folder: Path, num_bytes: int) -> Iterator[int]:
-    """A file of random bytes that is on the disk, open for reading; it is gone afterwards."""
+    """Write a file of random bytes to disk and yield its descriptor; delete the file afterwards."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix="profile-") as file:

@@ -1,7 +1,7 @@
-"""How far `loraplex profile` is: a share of the time that it takes here, not of the things to be done.
+"""The progress of `loraplex profile`, as a share of its total time on this machine, not of its tasks.
 
-What a phase takes differs by a factor of hundreds between machines and models, so nothing is said of the rest
-before something was measured.
+The time of a phase differs by a factor of hundreds between machines and models, so the progress is 0 until
+something was measured.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from loraplex.bench.profile_host import Report
 
 Progress = Callable[[str, float], None]
-"""What is being measured, and the share of everything that is done."""
+"""Called with the name of the phase, and the share of all phases that is done."""
 
 
 class PhaseProgress:
-    """Turns the share of a phase into the share of the time that all phases take."""
+    """Converts the share of a phase that is done into a share of the time of all phases."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class PhaseProgress:
         *,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`weights`: phases in their order, and what each takes in relation to the others. A phase with 0
-        tells nothing of the others, and its own end is not known either."""
+        """`weights`: phases in order, with their time relative to each other. From a phase with 0 the time of
+        the others cannot be estimated, nor its own."""
         self._progress = progress
         self._weights = weights
         self._now_s = now_s
@@ -37,7 +37,8 @@ class PhaseProgress:
         self._past_weight = 0.0
 
     def of(self, phase: str) -> Report:
-        """End the phase before it and begin this one; its share must be a share of its time."""
+        """End the current phase and begin this one. Return its `Report`, whose share must be a share of the
+        phase's time."""
         now_s = self._now_s()
         if (weight := self._weights.get(self._phase, 0.0)) > 0:
             self._past_s += now_s - self._phase_start_s
@@ -53,7 +54,7 @@ class PhaseProgress:
         self._progress(self._phase, elapsed_s / all_s if all_s > 0 else 0.0)
 
     def _left_s(self, phase_s: float, done: float) -> float | None:
-        """Return what is left of this phase and of those after it; None if nothing is known of them yet."""
+        """Return the seconds left for this phase and those after it; None if they are not known yet."""
         weight = self._weights[self._phase]
         if weight == 0 or (done == 0 and self._past_weight == 0):
             return None

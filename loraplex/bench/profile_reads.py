@@ -1,4 +1,4 @@
-"""Reads of adapters as the engine reads them: real files, its own reader, the memory that it reads to."""
+"""Measures reads of adapters as the engine does them: from real files, by its reader, into its memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _MIN_RANK: Final = 4
 _MAX_RANK: Final = 1024
 _LARGEST_BYTES: Final = 64 << 20
-"""Of an adapter: all files together are up to six times as large."""
+"""Most bytes of one adapter; all files together are up to six times as large."""
 _NUM_FITTED: Final = 7
 _MEMORY_BYTES: Final = 512 << 20
-"""Where adapters are read to, one behind the other: what was read last would be in the processor's caches."""
+"""Bytes of the memory that adapters are read into, one after the other: memory that was just written would
+still be in the processor's caches."""
 _PLACE_BYTES: Final = 4096
 _MAX_SHOTS: Final = 15
 _SHOTS_S: Final = 0.1
@@ -70,8 +71,8 @@ def measure_reads(
 
 
 def _ranks(shape: ModelShape, dtype: torch.dtype) -> tuple[list[int], list[int]]:
-    """Return the ranks to fit to, each by the same factor larger than the one before, and others in between,
-    where they are large enough for that."""
+    """Return the ranks to fit, each larger than the one before by the same factor, and held-out ranks between
+    them, if these are far enough apart."""
     features = sum(shape.in_features(module) + shape.out_features(module) for module in _MODULES)
     rank_bytes = features * shape.num_layers * dtype.itemsize
     most = min(max(_LARGEST_BYTES // rank_bytes, 2 * _MIN_RANK), _MAX_RANK)
@@ -87,7 +88,7 @@ def _saved(folder: Path, shape: ModelShape, dtype: torch.dtype, rank: int) -> Ad
 
 
 def _seconds(read: Read, spec: AdapterSpec) -> float:
-    """Return the seconds of one read, the mean of a few where it is short."""
+    """Return the seconds of one read, from several measurements if it is short."""
     shots_s: list[float] = []
     while len(shots_s) < _MAX_SHOTS and sum(shots_s) < _SHOTS_S:
         started = time.perf_counter()
@@ -98,7 +99,7 @@ def _seconds(read: Read, spec: AdapterSpec) -> float:
 
 @contextmanager
 def _plain_reader(shape: ModelShape, dtype: torch.dtype) -> Iterator[Read]:
-    """To memory of the adapter's own, as the engine of a CPU does."""
+    """Yield a reader into memory of the adapter's own, as in the engine of a CPU."""
     yield lambda spec: read_weights(spec, shape, dtype, read_slab)
 
 

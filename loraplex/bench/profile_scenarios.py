@@ -1,7 +1,6 @@
 """`loraplex profile`: measures a machine with one model and fits the cost model to it.
 
-The model has random weights of the right shape: what it costs does not depend on them, and nothing needs to
-be read.
+The model has random weights of the right shape: costs do not depend on them, and nothing needs to be read.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from loraplex.perf.step_cost import StepSample
 _RANKS: Final = (8, 64)
 _HELD_OUT_RANKS: Final = (16, 32)
 _NUM_HELD_OUT: Final = 24
-"""Steps of either kind."""
+"""Number of held-out steps of either kind: decodes and prompts."""
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _GPU_REPEATS: Final = 3
 CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
-"""Of files on a GPU's machine: its host is less steady than the device."""
+"""Least repeats for reads of files: the host is less steady than a GPU."""
 _MAX_SERVED_EACH: Final = 40
-"""Steps of serving with each number of requests."""
+"""Most steps of serving with each number of requests."""
 _GPU_WEIGHTS: Final = {
     "engine": 0.0,
     "steps": 1.0,
@@ -73,8 +72,8 @@ _CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "reads": 0.006, "disk": 0.00
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """`device`: cpu or cuda. `repeats`: measurements of each kind, after one that does not count; None: a few
-    on a GPU, which is steady, and more on a CPU, which others use as well."""
+    """Options of a profile. `device`: cpu or cuda. `repeats`: measurements of each kind, after one that does
+    not count; None: a few on a GPU, which is steady, and more on a CPU, which other programs use as well."""
 
     config: ModelConfig
     device: str
@@ -83,7 +82,8 @@ class ProfileOptions:
 
 
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
-    """Takes minutes, on a CPU up to hours: most of it for steps of the engine, every kind many times."""
+    """Measure this machine and fit the cost model. Takes minutes, on a CPU up to hours: most of it for steps
+    of the engine, each kind many times."""
     device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
     on_gpu = device.type == "cuda"
     repeats = options.repeats or (_GPU_REPEATS if on_gpu else CPU_REPEATS)
@@ -142,12 +142,12 @@ def _profile_engine(
         RandomEngineOptions(shape="", device=options.device, dtype=options.dtype, compiled=True), config
     )
     try:
-        # Half of the memory for each side: whatever were evicted would be loaded again within a step's time.
+        # Adapters get half of the memory, so that none is evicted: a timed step would have to load it again.
         stats = engine.stats()
         memory_bytes = (stats.device_arena_bytes or stats.host_adapter_budget_bytes) // 2
         fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
         others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)
-        # On a GPU they share the memory. A little of it is left free.
+        # On a GPU, adapters and KV blocks share the memory. A little of it is left free.
         shared = sum(adapter.num_bytes for adapter in (*fitted, *others)) if on_gpu else 0
         num_blocks = stats.num_kv_blocks - shared // page_bytes(config.shape, BLOCK_SIZE, options.dtype)
         limits = CaseLimits(
@@ -157,7 +157,7 @@ def _profile_engine(
             work=engine.step_work,
         )
         limits.check()
-        engine.warm_up()  # with adapters known: no graph is captured in the middle of serving
+        engine.warm_up()  # now that adapters are known: no graph is captured while serving
         vocab_size, held_out = config.shape.vocab_size, [*fitted[::4], *others]
         samples = measure_steps(
             engine,
@@ -171,7 +171,7 @@ def _profile_engine(
             report=report.of("steps"),
         )
         served, unseen = list[StepSample](), list[StepSample]()
-        if on_gpu:  # on a CPU, which others use, single steps tell more of these
+        if on_gpu:  # on a CPU, which other programs use, single steps are the better samples
             served, unseen = measure_serving(
                 engine,
                 fitted[::4],
@@ -188,8 +188,8 @@ def _profile_engine(
 
 
 def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
-    """Return the memory of the engine that serves: on a CPU, where the one that is measured is small, as it
-    would be planned now."""
+    """Return the memory of an engine that serves: on a CPU as it would be planned now, because the measured
+    engine is small."""
     shape, element_bytes, on_gpu = options.config.shape, options.dtype.itemsize, options.device == "cuda"
     serving = EngineOptions(model="")
     plan = None if on_gpu else plan_cpu(serving, options.config, options.dtype)
@@ -217,7 +217,7 @@ def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
 def _add_adapters(
     engine: Engine, options: ProfileOptions, ranks: Sequence[int], memory_bytes: int, most_each: int
 ) -> list[StepAdapter]:
-    """Add as many adapters of each rank as fit this memory together, and one at the least."""
+    """Add equally many adapters of each rank, as many as fit this memory together, and at least one."""
     shape, element_bytes = options.config.shape, options.dtype.itemsize
     kinds = {rank: random_spec(f"rank{rank}", shape, rank, _MODULES) for rank in ranks}
     bytes_of_one_each = sum(spec.num_params for spec in kinds.values()) * element_bytes

@@ -1,5 +1,5 @@
-"""Steps as serving has them: requests of all lengths come and go, on any adapter, a few at first and many
-later. One step after the other, they take some per cent longer than the same steps measured by themselves."""
+"""Measures steps while serving: requests of all lengths come and go, on any adapter, a few at first and many
+later. Such successive steps take some per cent longer than the same steps measured by themselves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from loraplex.perf.step_cost import StepCost, StepSample
 from loraplex.scheduling.step_features import step_features
 
 _MEDIAN_SHARE: Final = 16
-"""Of the longest context: what half of the prompts, and half of the outputs, are shorter than."""
+"""Divisor of the longest context that gives the median length of prompts, and of outputs."""
 _MEDIAN_TOKENS: Final = 128
-"""At the most."""
+"""Upper bound of that median, in tokens."""
 _HELD: Final = 3
-"""Times that median: what a request holds of the KV cache in the end, about."""
+"""Approximate KV tokens that a request holds at its end, in multiples of that median."""
 _BASE_SHARE: Final = 1 / 8
 _PAUSE: Final = 2.0
-"""A step that took more than so many times what it usually would: the machine did something else."""
+"""Factor over the usual time of a step; a longer one was paused by the machine."""
 
 
 def measure_serving(
@@ -40,8 +40,8 @@ def measure_serving(
     steps_each: int,
     report: Report,
 ) -> tuple[list[StepSample], list[StepSample]]:
-    """So many steps with each number of requests at a time: on `adapters`, and then with other requests on
-    `others`. All of them are in memory."""
+    """Measure `steps_each` steps with each number of running requests: on `adapters`, and then with other
+    requests on `others`. All adapters must be in memory. Return both lists of samples."""
     length = min(_MEDIAN_TOKENS, limits.max_context // _MEDIAN_SHARE)
     levels = [level for level in limits.decodes if level * _HELD * length <= limits.max_tokens]
     assert levels, "memory for one request at the least"
@@ -61,12 +61,12 @@ def measure_serving(
         report((seed + 1) / 3)
         return samples
 
-    serve(0, adapters)  # sizes come that were never compiled for
+    serve(0, adapters)  # not counted: may compile for new sizes
     return serve(1, adapters), serve(2, others)
 
 
 def without_pauses(samples: Sequence[StepSample], cost: StepCost) -> list[StepSample]:
-    """Those that took about as long as all do, beside what is predicted."""
+    """Return the samples whose ratio of measured to predicted time is at most `_PAUSE` times the median."""
     ratios = [sample.seconds / cost.seconds(sample.step) for sample in samples]
     most = _PAUSE * median(ratios)
     return [sample for sample, ratio in zip(samples, ratios, strict=True) if ratio <= most]
@@ -80,7 +80,8 @@ def _run(
     bytes_of: Callable[[str], int],
     samples: list[StepSample],
 ) -> None:
-    """Each request that ends is followed by another. From one landing to the next is what a step takes."""
+    """Run steps and append their samples; each request that ends is replaced by another. A step's time is
+    that from the landing before it to its own."""
     landed, landed_s = engine.landed, None
     end = len(samples) + num_steps
     while len(samples) < end:

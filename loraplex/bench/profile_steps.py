@@ -1,7 +1,7 @@
-"""What `loraplex profile` measures of the engine: single steps of many kinds, through the engine itself.
+"""Measurements of `loraplex profile` with the engine: single steps of many kinds.
 
-A step is timed from the landing of the one before it to its own, which is what a stream of tokens sees. A
-prompt on an idle engine is timed from being handed over, which is what its sender sees.
+A step is timed from the landing of the one before it to its own, which is the gap in a stream of tokens. A
+prompt on an idle engine is timed from when its request is added, which is the time to its first token.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from loraplex.scheduling.step_features import step_features
 
 _MAX_SHOTS: Final = 4
 _SHOTS_S: Final = 0.03
-"""Prompts are measured again within one measurement until they took so long, or so often: a pause of the
-machine counts for more in what is short."""
+"""Seconds after which one measurement of prompts ends, if not after `_MAX_SHOTS` of them: short ones are
+repeated, because a pause of the machine distorts them more."""
 _NUM_SERVED: Final = 300
-"""Steps of serving to fit to: about three for each that was measured by itself."""
+"""Most steps of serving to fit: about three for each that was measured by itself."""
 _IDLE_S: Final = 0.02
-"""Before a prompt that finds the engine idle: its caches are not what they were at once after another."""
+"""Seconds of pause before a prompt on an idle engine: right after another step, caches would be warmer."""
 
 
 class StepCases(NamedTuple):
-    """`fitted`: what the model is fitted to; the others are predicted by it."""
+    """Cases to measure. `fitted`: those that the model is fitted to; it predicts the others."""
 
     fitted: Sequence[StepCase]
     decodes: Sequence[StepCase]
@@ -44,7 +44,7 @@ class StepCases(NamedTuple):
 
 
 class StepSamples(NamedTuple):
-    """What was measured of each of them."""
+    """Measurements of `StepCases`, in the same order."""
 
     fitted: Sequence[StepSample]
     decodes: Sequence[StepSample]
@@ -52,7 +52,7 @@ class StepSamples(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """`decodes`, `prompts`, `serving`: how well the cost predicts what it was not fitted to."""
+    """The fitted cost. `decodes`, `prompts`, `serving`: its errors on samples that were not fitted."""
 
     cost: StepCost
     decodes: FitQuality
@@ -63,7 +63,7 @@ class MeasuredSteps(NamedTuple):
 def measure_steps(
     engine: Engine, cases: StepCases, *, vocab_size: int, repeats: int, report: Report
 ) -> StepSamples:
-    """Adapters must be registered; they are brought in before time counts."""
+    """Measure the cases. Their adapters must be registered; they are loaded before the first measurement."""
     every = [case for each in cases for case in each]
     bytes_of = {adapter.version: adapter.num_bytes for case in every for adapter in case.adapters}
     bring_in(engine, sorted(bytes_of), vocab_size)
@@ -79,8 +79,8 @@ def measure_steps(
 def fit_steps(
     samples: StepSamples, served: Sequence[StepSample], others: Sequence[StepSample], *, stepped: bool
 ) -> MeasuredSteps:
-    """`served`, `others`: steps of serving, to fit to as well, and to be predicted; or none. `stepped`: steps
-    are padded to the sizes fitted to."""
+    """Fit the cost of steps. `served`: steps of serving to fit as well, if any; `others`: steps of serving to
+    predict, if any. `stepped`: steps are padded to the sizes of the fit."""
     by_themselves = fit_step_cost(samples.fitted, stepped=stepped)
     served = without_pauses(served, by_themselves) if served else ()
     drawn = Random(0).sample(served, min(_NUM_SERVED, len(served)))
@@ -98,9 +98,9 @@ def fit_steps(
 
 
 class _StepTimer:
-    """Runs cases on an engine that is idle before and after each. `steps`: what was in the step that was
-    timed, or in the middle one of several, as the engine decided it: how far requests have come by then is
-    the scheduler's matter."""
+    """Runs cases on an engine that is idle before and after each. `steps`: features of each case's timed
+    step, or of the middle one of several, taken from the plan: the scheduler decides how far requests are by
+    then."""
 
     def __init__(self, engine: Engine, vocab_size: int, bytes_of: Mapping[str, int]) -> None:
         self.steps: dict[StepCase, StepFeatures] = {}
@@ -141,7 +141,8 @@ class _StepTimer:
         return undisturbed([later - sooner for (sooner, _), (later, _) in pairwise(timed)])
 
     def _joined(self, case: StepCase) -> float:
-        """Prompts join requests that decode; the step that reads them is the one that yields their tokens."""
+        """Time steps in which prompts join requests that decode; such a step is the one that returns the
+        prompts' first tokens."""
         engine, request_ids = self._engine, self._add_decodes(case)
         while len(self._step()) < case.num_decodes:
             pass

@@ -1,26 +1,26 @@
-"""What is evicted next, adapter or cached KV block: the one place where that is decided.
+"""The one place that decides what is evicted next, adapter or cached KV block.
 
-Everybody who is short of memory asks `next_victim`, evicts what it answers, and asks again:
+Code that is short of memory calls `next_victim`, evicts what it returns, and calls it again:
 
-    who is short                           of what            candidates
+    caller                                 short of           candidates
     room.ByteBudget (a CPU's adapters)     adapters' bytes    idle adapters
     host_room.HostRoom (the host tier)     adapters' bytes    idle host copies that no device copies from
     arena.Arena.take                       adapters' bytes    idle adapters and cached blocks
     arena.Arena.gain_blocks                KV blocks          idle adapters and cached blocks
     blocks.BlockPool without an arena      KV blocks          cached blocks
 
-The twin runs the same scheduler, so it evicts the same. Candidates are only what nobody uses: the adapter
-table and the block pool add what becomes idle and remove what is used again, so that no policy can evict
-what is pinned. Memory that nobody has is taken before anybody asks for a victim.
+The twin runs the same scheduler, so it evicts the same. Only what is idle is a candidate: the adapter table
+and the block pool add what becomes idle and remove what is used again, so that no policy can evict what is
+pinned. Free memory is used up before anything is evicted.
 
 The policy is LRU over both kinds, with two exceptions:
-- an adapter that was loaded ahead of any request goes first;
+- an adapter that was loaded ahead of any request is evicted first;
 - where cached blocks that no second request ever shared fill more than a quarter of the memory, the oldest of
-  these goes first: a stream of prompts that nobody repeats must not push out what is in use.
+  these is evicted first: a stream of prompts that never repeat must not evict what is in use.
 
-A policy can also decide by what LRU does not look at: an adapter's bytes, how often it was used, whether it
-would come back from host memory or from disk; whether a block was shared, which adapter computed it, and
-whether that adapter is in memory (`IdleAdapters.resident`); and how much memory is short.
+A policy can also use what LRU ignores: an adapter's bytes, how often it was used, whether it would be loaded
+again from host memory or from disk; whether a block was shared, which adapter computed it, and whether that
+adapter is in memory (`IdleAdapters.resident`); and how much memory is short.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from collections.abc import Iterator, KeysView, Set
 from typing import Final, NamedTuple, Protocol
 
 _UNSHARED_SHARE: Final = 0.25
-"""Of the KV memory, for cached blocks that were never shared."""
+"""Share of the KV memory for cached blocks that were never shared."""
 
 
 class IdleAdapter(Protocol):
-    """A copy of an adapter that nobody uses, as a policy sees it. `last_use`: a number that rises with time;
-    the same numbers are given to blocks where the two share memory. `num_uses`: by how many requests.
-    `ahead`: it was loaded before anybody asked for it, and nobody has since."""
+    """A policy's view of a copy of an adapter that no request uses. `last_use`: a number that rises with
+    time, comparable with that of blocks where the two share memory. `num_uses`: number of requests that used
+    it. `ahead`: it was loaded ahead of any request, and none has used it since."""
 
     @property
     def version(self) -> str: ...
@@ -50,13 +50,13 @@ class IdleAdapter(Protocol):
     def ahead(self) -> bool: ...
     @property
     def reloads_from_host(self) -> bool:
-        """True if host memory has a copy to load it from; otherwise it has to be read from disk."""
+        """True if host memory has a copy to load it from; otherwise it must be read from disk."""
         ...
 
 
 class CachedBlock(NamedTuple):
-    """A cached KV block that no request holds. `contents`: identifies what is in it, wherever that lies.
-    `shared`: by more than one request, at some time. `adapter`: that computed it."""
+    """A cached KV block that no request holds. `contents`: identifies its contents, wherever the block is.
+    `shared`: more than one request has held it. `adapter`: the one that computed it."""
 
     contents: int
     last_use: int
@@ -68,13 +68,13 @@ Victim = IdleAdapter | CachedBlock
 
 
 class IdleAdapters:
-    """The idle adapters of one memory, the next to go first. `resident`: all adapters that are there, idle or
-    not. `num_bytes`: of all that are idle."""
+    """The idle adapters of one memory, in order of eviction. `resident`: all adapters in it, idle or not.
+    `num_bytes`: total bytes of the idle ones."""
 
     def __init__(self, resident: Set[str] = frozenset()) -> None:
         self.resident = resident
         self.num_bytes = 0
-        # In the order of eviction, with removal from the middle: any of them may be used again.
+        # In order of eviction. Removal from the middle must be fast: any of them may be used again.
         self._adapters: OrderedDict[str, IdleAdapter] = OrderedDict()
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class IdleAdapters:
         return next(iter(self._adapters.values()), None)
 
     def add(self, adapter: IdleAdapter) -> None:
-        """Its last use has just ended, or it has come and nobody has asked for it."""
+        """Add an adapter whose last use has just ended, or that was loaded ahead of any request."""
         self._adapters[adapter.version] = adapter
         self.num_bytes += adapter.num_bytes
         if adapter.ahead:
@@ -110,7 +110,7 @@ class CachedBlocks:
     """The cached blocks of a pool, by their contents."""
 
     def __init__(self, num_blocks: int) -> None:
-        """`num_blocks`: of the whole memory."""
+        """`num_blocks`: number of blocks in the whole memory."""
         self._max_unshared = int(num_blocks * _UNSHARED_SHARE)
         # Contents -> last use and adapter, the oldest first.
         self._shared: OrderedDict[int, tuple[int, str | None]] = OrderedDict()
@@ -129,19 +129,19 @@ class CachedBlocks:
 
     @property
     def is_flooded(self) -> bool:
-        """Tell whether blocks that were never shared have more than their part of the memory."""
+        """True if blocks that were never shared have more than their share of the memory."""
         return len(self._unshared) > self._max_unshared
 
     @property
     def first(self) -> CachedBlock | None:
-        """The next to go."""
+        """The next block to evict; None if there is none."""
         unshared, shared = _oldest(self._unshared, is_shared=False), _oldest(self._shared, is_shared=True)
         if unshared is None or shared is None:
             return unshared or shared
         return unshared if self.is_flooded or unshared.last_use < shared.last_use else shared
 
     def add(self, contents: int, last_use: int, adapter: str | None, *, shared: bool) -> None:
-        """The last request that held it has released it."""
+        """Add a block that its last request has released."""
         (self._shared if shared else self._unshared)[contents] = (last_use, adapter)
 
     def remove(self, contents: int) -> None:
@@ -154,8 +154,8 @@ NO_BLOCKS: Final = CachedBlocks(0)
 
 
 def next_victim(adapters: IdleAdapters, blocks: CachedBlocks, *, short: int) -> Victim | None:
-    """Return what is to be evicted next for somebody who is short of so much memory: bytes, or blocks where
-    these have memory of their own. None: nothing is short, or there is nothing to evict."""
+    """Return what to evict next for a caller that is `short` of so many bytes, or of so many blocks where
+    these have memory of their own. None if nothing is short, or there is nothing to evict."""
     if short <= 0:
         return None
     adapter, block = adapters.first, blocks.first

@@ -1,1 +1,1 @@
-"""Processes that compute adapters on the CPU while their weights are on the way to the GPU."""
+"""Processes that compute LoRA on CPU cores while an adapter's weights are being copied to the GPU."""

@@ -1,4 +1,4 @@
-"""The words that CPU LoRA workers and those who wait for them share, and the ring of tasks.
+"""The words that CPU LoRA workers share with the processes and devices that use them, and the ring of tasks.
 
     signal, submitted, armed, stop    a cache line each
     done                              a cache line for each slot
@@ -30,13 +30,13 @@ from loraplex.kernels.cpu.intrinsics import load_acquire, relax, store_release
 from loraplex.perf.assist_split import Share
 
 FOREVER: Final = (1 << 63) - 1
-"""The done word of a slot without work: past every ticket."""
+"""Done word of a slot without work, larger than every ticket."""
 _LINE_WORDS: Final = 8
 _SIGNAL, _SUBMITTED, _ARMED, _STOP, _NUM_FLAGS = range(5)
 
 
 class Control:
-    """A view of the control block; every process has one. Slots are places of workers."""
+    """A process's view of the control block. A slot is the place of one worker."""
 
     def __init__(self, block: SharedBlock, num_slots: int, ring_size: int) -> None:
         self._num_slots = num_slots
@@ -59,12 +59,12 @@ class Control:
 
     @property
     def done_place(self) -> int:
-        """The first slot's done word among all words; those of other slots follow, a cache line apart."""
+        """Index of the first slot's done word; those of other slots follow, a cache line apart."""
         return _LINE_WORDS * _NUM_FLAGS
 
     @property
     def skips_place(self) -> int:
-        """The first skip word among all words."""
+        """Index of the first skip word."""
         return _skips_start(self._num_slots, self._ring_size)
 
     @property
@@ -85,7 +85,7 @@ class Control:
 
     @property
     def is_armed(self) -> bool:
-        """Whether workers spin; they sleep otherwise."""
+        """True if workers spin; otherwise they sleep."""
         return _load(self._address(_ARMED)) != 0
 
     @is_armed.setter
@@ -100,26 +100,28 @@ class Control:
         _store(self._address(_STOP), 1)
 
     def done(self, slot: int) -> int:
-        """The ticket up to which the slot's rows are computed."""
+        """Return the ticket up to which the slot's rows are computed."""
         return _load(self.done_address(slot))
 
     def set_done(self, slot: int, ticket: int) -> None:
         _store(self.done_address(slot), ticket)
 
     def wait_submitted(self, ticket: int, spins: int) -> bool:
-        """Whether the ticket's task is written down, looking that many times at most."""
+        """Spin until the ticket's task is written, up to `spins` times; return whether it is."""
         return _wait(self._address(_SUBMITTED), 1, ticket, spins)
 
     def wait_signal(self, ticket: int, spins: int) -> bool:
-        """Whether the ticket may start, looking that many times at most. Other threads run meanwhile."""
+        """Spin until the ticket may start, up to `spins` times; return whether it may. Other threads run
+        meanwhile."""
         return _wait(self.signal_address, 1, ticket, spins)
 
     def wait_done(self, ticket: int, spins: int) -> bool:
-        """Whether every slot has done its rows, looking that many times at most."""
+        """Spin until every slot has done its rows, up to `spins` times; return whether they have."""
         return _wait(self.done_address(0), self._num_slots, ticket, spins)
 
     def write(self, first_ticket: int, records: IntArray) -> None:
-        """Submit records under successive tickets. Those that had their places in the ring must be done."""
+        """Submit records under successive tickets. The tasks before them in their places of the ring must be
+        done."""
         tickets = np.arange(first_ticket, first_ticket + len(records))
         places = tickets % self._ring_size
         self._ring[places, : records.shape[1]] = records
@@ -131,7 +133,7 @@ class Control:
         return int(self._skips[ticket % self._ring_size]) == ticket
 
     def read(self, ticket: int, slot: int) -> tuple[AssistTask, Share]:
-        """Return a slot's part of a task, and its rows."""
+        """Return a task with a slot's parts alone, and the slot's share."""
         found, task, share = decode(self._ring[ticket % self._ring_size].tolist(), self._num_slots, slot)
         assert found == ticket
         return task, share
@@ -153,7 +155,7 @@ def _padded(num_words: int) -> int:
 
 
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-"""Called so, compiled code runs without the interpreter's lock."""
+"""Type of compiled functions that run without the interpreter's lock."""
 
 
 def _load(address: int) -> int:
@@ -188,7 +190,7 @@ def _store_word(block):
 
 
 def _wait_words(block):
-    """Look at one word after the other until each is large enough."""
+    """Spin on one word after the other until each has reached the value."""
     args = carray(block, 4)
     address, count, value, spins = args[0], args[1], args[2], args[3]
     index = 0

@@ -1,8 +1,8 @@
 """The workers of a pool, and the thread that watches them.
 
-The thread wakes when a worker dies, computes what that owed in its stead, and starts another. A slot without
-a worker gets no rows; its done word is past every ticket then. One that hangs is killed before its rows are
-computed again, so that it never writes into memory that has a new use.
+The thread wakes when a worker dies, computes the rows that it left undone, and starts another. A slot without
+a worker gets no rows, and its done word is larger than every ticket. A worker that hangs is killed before its
+rows are computed again, so that it never writes to memory that has been reused.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ logger = logging.getLogger(__name__)
 
 _STAND_IN_SPINS: Final = 2_000
 _STAND_IN_SLICES: Final = 8
-"""How many slices are computed in others' stead before their processes are looked after again."""
+"""Number of slices that the watching thread computes for dead workers before it checks processes again."""
 _LEAVE_S: Final = 2.0
-"""How long workers may take to leave when asked to."""
+"""Seconds that workers may take to exit when asked to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long things may take, in seconds, and how often they may fail."""
+    """Limits on the time that workers may take, in seconds, and on their failures."""
 
     start_s: float = 120.0
     slice_s: float = 1.0
-    """A worker that finishes no slice for that long, though it may, hangs."""
+    """Seconds without a finished slice, though one may start, after which a worker counts as hung."""
     idle_s: float = 0.2
-    """An armed pool without tasks disarms after that."""
+    """Seconds without tasks after which an armed pool disarms."""
     max_failures: int = 3
-    """In a row, of workers in one slot that computed nothing."""
+    """Number of workers in a row that fail in one slot without computing anything before it is dropped."""
 
 
 class _Slot:
-    """A place for a worker. `owed`: the last ticket whose rows the watching thread has to do in its stead."""
+    """A place for a worker. `owed`: the last ticket whose rows the watching thread has to compute for it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -64,11 +64,11 @@ class _Slot:
         self.owed: int | None = None
         self.num_failures = 0
         self.last_before = 0  # the ticket before its worker's first
-        self.overdue: tuple[int, float] | None = None  # its done word, and since when it should have moved
+        self.overdue: tuple[int, float] | None = None  # its done word, and when it became overdue
 
 
 class Crew:
-    """Hands tasks to workers and keeps the workers going."""
+    """Gives tasks to workers and restarts workers that die."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Crew:
         ring_size: int,
         patience: Patience,
     ) -> None:
-        """`launch(slot, socket_fd)`: a worker's command line. Slots beyond the workers stay empty."""
+        """`launch(slot, socket_fd)`: returns a worker's command line. Slots beyond `num_workers` stay
+        empty."""
         self._control = control
         self._product = product
         self._launch = launch
@@ -93,7 +94,7 @@ class Crew:
             control.set_done(slot.index, FOREVER)
         self._changed = threading.Condition()  # guards all below, and the slots' states
         self._weights: dict[int, SharedBlock] = {}
-        self._num_weights = 0  # ever: no two blocks have the same index
+        self._num_weights = 0  # ever added: no two blocks have the same index
         self._last_ticket = 0
         self._last_use = 0.0
         self._failure: str | None = None
@@ -104,18 +105,18 @@ class Crew:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the workers that are ready, by slot."""
+        """Process ids of the workers that are ready, by slot."""
         with self._changed:
             return {slot.index: slot.process.pid for slot in self._slots if slot.is_ready and slot.process}
 
     @property
     def rows_each(self) -> int:
-        """The rows that are worth a core, as workers measured it."""
+        """Number of rows that are worth a core, as measured by the workers."""
         with self._changed:
             return self._rows_each()
 
     def wait_ready(self, timeout_s: float) -> int:
-        """Wait until every slot has its worker or will have none; how many are ready."""
+        """Wait until every slot has its worker or is dropped; return how many are ready."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or all(slot.is_ready or slot.is_dropped for slot in self._slots),
@@ -145,7 +146,8 @@ class Crew:
             self._arm()
 
     def submit(self, records: IntArray) -> int:
-        """Return the ticket of the last of these tasks; those of the others come before it."""
+        """Submit tasks under successive tickets and return the last one. Raises CapacityError if the ring is
+        full, EngineDeadError if a task could not be computed before."""
         self.raise_if_failed()
         with self._changed:
             assert not self._closing, "the pool is closed"
@@ -190,7 +192,7 @@ class Crew:
             self._wake()
 
     def _split(self, records: IntArray, ready: Sequence[bool]) -> None:
-        """Fill the shares in. Records of as many rows and the same parts are split alike."""
+        """Fill in the shares. Records with equal numbers of rows and the same parts are split alike."""
         num_slots = len(self._slots)
         ranks = records[:, parts_start(num_slots) + RANK :: PART_WORDS]
         kinds = np.column_stack((records[:, NUM_ROWS], ranks > 0))
@@ -202,7 +204,7 @@ class Crew:
             records[alike, SHARES : SHARES + num_slots * SHARE_WORDS] = np.ravel(shares)
 
     def _owe(self, slot: _Slot, first: int, last: int) -> None:
-        """Have the watching thread compute the slot's rows of these tickets."""
+        """Make the watching thread compute the slot's rows of these tickets."""
         if slot.owed is None:
             self._control.set_done(slot.index, first - 1)
         slot.owed = last
@@ -243,7 +245,7 @@ class Crew:
                 self._replace(slot)
 
     def _admit(self, slot: _Slot, process: WorkerProcess) -> None:
-        """Give a worker that says it is ready its share, from the next task on."""
+        """Give a worker that reports ready its share, from the next task on."""
         if (times_us := process.receive_ready()) is not None:
             slot.rows_each = rows_worth_a_core(times_us)
         if slot.rows_each is None:
@@ -252,7 +254,7 @@ class Crew:
             return
         with self._changed:
             if slot.owed is not None:
-                return  # first what is owed: its done word cannot stand for two
+                return  # the done word still counts what is owed: that comes first
             slot.last_before = self._last_ticket
             self._control.set_done(slot.index, self._last_ticket)
             process.send(Go(self._last_ticket + 1))
@@ -268,7 +270,7 @@ class Crew:
         return slot.overdue is not None and time.monotonic() - slot.overdue[1] > self._patience.slice_s
 
     def _replace(self, slot: _Slot) -> None:
-        """End the worker for good; what it owes is to be computed here."""
+        """Kill the worker; the watching thread computes what it owes."""
         assert slot.process is not None
         exit_code = slot.process.kill()
         logger.warning("CPU LoRA worker %d: %s", slot.index, describe_exit(exit_code))
@@ -290,7 +292,7 @@ class Crew:
             self._changed.notify_all()
 
     def _stand_in(self) -> None:
-        """Compute what slots without a worker owe, as far as it may start."""
+        """Compute what slots without a worker owe, as far as those tasks may start."""
         for _ in range(_STAND_IN_SLICES):
             owing = [slot for slot in self._slots if slot.owed is not None]
             if not owing:
@@ -314,7 +316,7 @@ class Crew:
         try:
             weights = {part.weights: self._weights[part.weights].memory for part in task.parts}
             self._product.compute(task, weights, share.start, share.end)
-        except Exception as error:  # whoever waits must not wait for ever
+        except Exception as error:  # waiters must not wait for ever
             logger.exception("a LoRA product failed on the CPU")
             self._failure = f"a LoRA product could not be computed on the CPU ({error})"
 
@@ -339,7 +341,7 @@ class Crew:
                 self._control.is_armed = False
 
     def _sleep(self) -> None:
-        """Until something happens, or it is time to look."""
+        """Sleep until something happens, or until the next check is due."""
         watched: list[Any] = [self._wake_fd]
         timeout_s: float | None = None
         for slot in self._slots:
@@ -366,7 +368,7 @@ class Crew:
                 if slot.process is not None and slot.is_ready:
                     processes.append(slot.process)
                 elif slot.process is not None:
-                    slot.process.kill()  # still starting: it has nothing to finish, and does not listen yet
+                    slot.process.kill()  # still starting: nothing to finish, and it does not listen yet
                 slot.process, slot.is_ready = None, False
         self._control.stop()
         until = time.monotonic() + _LEAVE_S
@@ -377,5 +379,5 @@ class Crew:
                 process.kill()
         if self._failure is None and not self._control.wait_done(self._last_ticket, 1):
             self._failure = "CPU LoRA workers were ended before all their tasks were done"
-        for slot in self._slots:  # whoever waits need not wait any longer
+        for slot in self._slots:  # release the waiters
             self._control.set_done(slot.index, FOREVER)

@@ -1,6 +1,6 @@
-"""What a CPU LoRA worker is told at its start and over its socket. Tasks do not pass here.
+"""Messages to a CPU LoRA worker, at its start and over its socket, and its answer. Tasks are not among them.
 
-A packet is one message; weights travel as a descriptor.
+A packet is one message; weights are sent as a file descriptor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _MAX_ANSWER_BYTES: Final = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A worker's command line. Sizes are in bytes, descriptors are inherited; `profiled`: in, out, rank."""
+    """A worker's command line. File descriptors are inherited. `profiled`: in_features, out_features and rank
+    of the product that the worker measures."""
 
     slot: int
     num_slots: int
@@ -58,7 +59,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A block of weights, and what tasks call it."""
+    """A block of weights, and its index in tasks."""
 
     index: int
     fd: int
@@ -67,7 +68,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Tasks from this ticket on are the worker's as well."""
+    """The worker takes part in tasks from this ticket on."""
 
     first_ticket: int
 
@@ -81,7 +82,7 @@ Message = Weights | Go | Wake
 
 
 def send(channel: socket.socket, message: Message) -> None:
-    """OSError if the other end is gone, or does not read (BlockingIOError)."""
+    """Send a message. Raises OSError if the other end is gone, or does not read (BlockingIOError)."""
     if isinstance(message, Weights):
         data = _MESSAGE.pack(_WEIGHTS, message.index, message.num_bytes)
         socket.send_fds(channel, [data], [message.fd])
@@ -92,7 +93,7 @@ def send(channel: socket.socket, message: Message) -> None:
 
 
 def receive(channel: socket.socket) -> Message | None:
-    """None when there are no more to come."""
+    """Return the next message; None when the other end is closed."""
     data, fds, _, _ = socket.recv_fds(channel, _MESSAGE.size, 1)
     if not data:
         return None
@@ -104,11 +105,11 @@ def receive(channel: socket.socket) -> Message | None:
 
 
 def send_ready(channel: socket.socket, times_us: Mapping[int, float]) -> None:
-    """The worker's one answer: how long it takes for so many rows."""
+    """Send the worker's one answer: number of rows -> microseconds."""
     channel.send(json.dumps(list(times_us.items())).encode())
 
 
 def receive_ready(channel: socket.socket) -> dict[int, float] | None:
-    """None when the worker ended instead."""
+    """Return the worker's answer; None if the worker ended instead."""
     data = channel.recv(_MAX_ANSWER_BYTES)
     return dict(json.loads(data)) if data else None

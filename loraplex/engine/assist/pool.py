@@ -1,4 +1,4 @@
-"""CPU LoRA workers: x goes in and scale * x A B comes out, both in shared memory, a core to each worker.
+"""CPU LoRA workers: they compute scale * x A B from x, both in shared memory, with a core for each worker.
 
 A task is submitted first and started later by its ticket: by `start`, or by a GPU that writes the ticket to
 the signal word when x is complete. It is done when the done words of all slots have reached the ticket. Tasks
@@ -31,7 +31,7 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AssistPool:
-    """The blocks that are shared, and the crew that works on them.
+    """The shared blocks, and the crew that works on them.
 
     One thread submits and starts; any thread may wait. Weights must stay in place while tasks use them.
     """
@@ -48,10 +48,10 @@ class AssistPool:
         ring_size: int = _RING_SIZE,
         patience: Patience | None = None,
     ) -> None:
-        """Workers start in the background (`wait_ready`); with none this process computes itself.
+        """Start workers in the background (`wait_ready`); without any, this process computes itself.
 
-        `profiled`: in_features, out_features and rank of the product that tells what rows are worth a core.
-        CapacityError if there is no memory for x, y or the tasks.
+        `profiled`: in_features, out_features and rank of the product that workers measure to find the number
+        of rows that are worth a core. Raises CapacityError if there is no memory for x, y or the tasks.
         """
         assert num_workers >= 0
         assert dtype in _DTYPES
@@ -91,17 +91,17 @@ class AssistPool:
 
     @property
     def num_workers(self) -> int:
-        """Those that are ready. With none tasks are computed all the same, but not beside anything."""
+        """Number of workers that are ready. Without any, a thread of this process computes the tasks."""
         return len(self._crew.pids)
 
     @property
     def pids(self) -> dict[int, int]:
-        """Processes of the workers that are ready, by slot."""
+        """Process ids of the workers that are ready, by slot."""
         return self._crew.pids
 
     @property
     def rows_each(self) -> int:
-        """The rows that are worth a core."""
+        """Number of rows that are worth a core."""
         return self._crew.rows_each
 
     @property
@@ -116,7 +116,7 @@ class AssistPool:
 
     @property
     def blocks(self) -> tuple[SharedBlock, ...]:
-        """Control words, x and y: what a GPU needs to know of."""
+        """The blocks that a GPU uses: control words, x and y."""
         return tuple(self._blocks)
 
     @property
@@ -126,12 +126,12 @@ class AssistPool:
 
     @property
     def num_slots(self) -> int:
-        """Places for workers, ready or not."""
+        """Number of places for workers, ready or not."""
         return self._num_slots
 
     @property
     def ring_size(self) -> int:
-        """The most tasks that can be submitted before the first of them is done."""
+        """Most tasks that can be submitted before the first of them is done."""
         return self._ring_size
 
     @property
@@ -139,15 +139,16 @@ class AssistPool:
         return tuple(self._control.done_address(slot) for slot in range(self._num_slots))
 
     def wait_ready(self, timeout_s: float) -> int:
-        """Wait for the workers to start, and return how many have."""
+        """Wait for the workers to start; return how many have."""
         return self._crew.wait_ready(timeout_s)
 
     def add_weights(self, block: SharedBlock) -> int:
-        """Show the workers a block of weights; its index in tasks. The block stays the caller's to close."""
+        """Share a block of weights with the workers; return its index in tasks. The caller closes it."""
         return self._crew.add_weights(block)
 
     def arm(self) -> None:
-        """Have workers spin for tasks to come; `submit` does so too, but then they are only waking up."""
+        """Wake the workers, which then spin for tasks. `submit` does so too, but then the first task waits
+        for them to wake."""
         self._crew.arm()
 
     def submit(self, task: AssistTask) -> int:
@@ -157,17 +158,17 @@ class AssistPool:
         return self._crew.submit(encode(task, self._num_slots)[None])
 
     def submit_records(self, records: IntArray) -> int:
-        """Submit tasks as records, which are filled in, and return the last ticket: what a step that cannot
-        wait for one object a task calls. What they point to is the caller's to check."""
+        """Submit tasks as records, which are filled in, and return the last ticket. For steps, where one
+        object for each task would take too long. The caller checks what the records point to."""
         return self._crew.submit(records)
 
     def start(self, ticket: int) -> None:
-        """Let tasks up to this ticket start: their x is there."""
+        """Let tasks up to this ticket start: their x is complete."""
         if ticket > self._control.signal:
             self._control.signal = ticket
 
     def wait(self, ticket: int, timeout_s: float) -> bool:
-        """Whether the task is done, after that time at most. EngineDeadError if it cannot be computed."""
+        """Wait for a task; return whether it is done. Raises EngineDeadError if it could not be computed."""
         control, until = self._control, time.monotonic() + timeout_s
         while not control.wait_done(ticket, _WAIT_SPINS):
             if time.monotonic() > until:
@@ -177,11 +178,11 @@ class AssistPool:
         return True
 
     def raise_if_failed(self) -> None:
-        """EngineDeadError if any y may be wrong. For those who wait on the done words themselves."""
+        """Raise EngineDeadError if any y may be wrong; for callers that wait on the done words."""
         self._crew.raise_if_failed()
 
     def close(self) -> None:
-        """End the workers and let go of the memory. Idempotent."""
+        """End the workers and free the memory. Idempotent."""
         self._crew.close()
         self._close_blocks()
 
@@ -211,7 +212,7 @@ class AssistPool:
         )
 
     def _check(self, task: AssistTask) -> None:
-        """A task that points outside its blocks is a bug of ours that would look like another."""
+        """Assert that a task stays within its blocks; otherwise our bug would show elsewhere."""
         assert task.num_rows > 0
         num_before = task.num_rows - 1
         assert min(task.x_start, task.y_start) >= 0

@@ -17,10 +17,11 @@ _WORKER_MODULE: Final = "loraplex.engine.assist.worker"
 
 
 class WorkerProcess:
-    """A started process. It is ended when the thread that made it ends, or before by `kill`."""
+    """A started process. It is killed when the thread that started it ends, or before that by `kill`."""
 
     def __init__(self, launch: Callable[[int], Launch]) -> None:
-        """`launch` makes the command line for a socket's descriptor; OSError if it cannot be started."""
+        """Start the process. `launch`: returns the command line, given a socket's descriptor. Raises OSError
+        if it cannot be started."""
         self.started_at = time.monotonic()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.setblocking(False)
@@ -48,34 +49,35 @@ class WorkerProcess:
         return self._sentinel
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """Return its exit code, once it has ended."""
         return self._process.poll()
 
     def send_weights(self, index: int, block: SharedBlock) -> None:
         self.send(Weights(index, block.fd, block.num_bytes))
 
     def send(self, message: Message) -> None:
-        """A process that does not read its messages is no use, and is killed."""
+        """Send a message; kill the process if it cannot be sent, for example because it does not read."""
         try:
             send(self.channel, message)
         except OSError:
             self._process.kill()
 
     def receive_ready(self) -> dict[int, float] | None:
-        """What it measured, once it says so; None if it has not."""
+        """Return the times that it measured; None until it has sent them."""
         try:
             return receive_ready(self.channel)
         except OSError:
             return None
 
     def kill(self) -> int:
-        """Return, with the exit code, when the process is gone and can write nowhere any more. Idempotent."""
+        """Kill the process, wait until it is gone and can write nowhere, and return its exit code.
+        Idempotent."""
         self._process.kill()
         self.wait(None)
         return self._process.wait()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether the process has ended and was let go of. Without its socket it ends by itself."""
+        """Close its socket, whereupon it ends by itself, and wait for that; return whether it has ended."""
         self.channel.close()
         try:
             self._process.wait(timeout_s)
@@ -88,7 +90,7 @@ class WorkerProcess:
 
 
 def _spawn(launch: Launch) -> subprocess.Popen[bytes]:
-    # It looks into the current folder only if we do: a stray torch.py there must not shadow ours.
+    # It imports from the current folder only if we do: a stray torch.py there must not shadow ours.
     sees_cwd = "" in sys.path or os.getcwd() in sys.path
     python = [sys.executable] if sees_cwd else [sys.executable, "-P"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

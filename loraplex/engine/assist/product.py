@@ -1,7 +1,7 @@
 """The LoRA product of some rows on one core: by matrix tiles where the core has them, by torch otherwise.
 
-Torch's libraries compile a kernel for every new number of rows, which takes longer than the product itself
-by far. So rows are given to them in blocks of a few sizes, the last one filled up with rows of no use.
+Torch's libraries compile a kernel for every new number of rows, which takes far longer than the product
+itself. So rows are given to them in blocks of a few sizes, the last one padded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROFILED_ROWS: Final = (8, 16, 32, 64, 128)
 _PROFILE_REPEATS: Final = 5
 _LINE_BYTES: Final = 64
 _MAX_TOUCHED_BYTES: Final = 1 << 20
-"""What a core's own cache holds beside x and y."""
+"""Bytes of weights to prefetch: what a core's own cache holds beside x and y."""
 
 
 class Product:
@@ -34,7 +34,7 @@ class Product:
     def __init__(
         self, dtype: torch.dtype, x: torch.Tensor, y: torch.Tensor, *, has_tiles: bool | None = None
     ) -> None:
-        """`x` and `y`: the bytes of the blocks that tasks point into. `has_tiles`: None to find out."""
+        """`x` and `y`: bytes of the blocks that tasks point into. `has_tiles`: False to compute by torch."""
         self._dtype = dtype
         self._x = x.view(dtype)
         self._y = y.view(dtype)
@@ -42,13 +42,14 @@ class Product:
         self._tiles = amx_lora.amx_lora() if dtype == torch.bfloat16 and has_tiles is not False else None
 
     def compute(self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int) -> None:
-        """y of rows [start, end). `weights`: bytes of the blocks that its parts name."""
+        """Compute y of rows [start, end). `weights`: bytes of the blocks that its parts name, by index."""
         self._work(task, weights, start, end)()
 
     def prepare(
         self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int
     ) -> Callable[[], object]:
-        """What computes y of rows [start, end), when x is there; the weights come near already."""
+        """Prefetch the weights; return a function that computes y of rows [start, end), to be called when x
+        is complete."""
         left_bytes = _MAX_TOUCHED_BYTES
         for part in task.parts:
             address = weights[part.weights].data_ptr()
@@ -95,7 +96,7 @@ class Product:
         return (ctypes.c_int64 * len(words))(*words)
 
     def _scratch_bytes(self, num_bytes: int) -> int:
-        """The address of at least so many bytes, at the beginning of a cache line."""
+        """Return the address of at least `num_bytes` of scratch memory, at the beginning of a cache line."""
         found = self._scratch.get(("tiles", 0))
         if found is None or found.numel() < num_bytes + _LINE_BYTES:
             found = self._scratch["tiles", 0] = torch.zeros(num_bytes + _LINE_BYTES, dtype=torch.uint8)
@@ -129,7 +130,7 @@ class Product:
         return a.view(part.rank, in_features), b.view(part.rank, part.out_features)
 
     def _x_tile(self, task: AssistTask, first: int, num_rows: int) -> torch.Tensor:
-        """The rows, filled up to the size of a tile."""
+        """Return the rows, padded to the size of a tile."""
         x_TI = self._x.as_strided(
             (num_rows, task.in_features), (task.x_stride, 1), task.x_start + first * task.x_stride
         )
@@ -143,7 +144,7 @@ class Product:
     def _multiply(
         self, x_TI: torch.Tensor, a_RI: torch.Tensor, b_t_RO: torch.Tensor, scale: float, y_TO: torch.Tensor
     ) -> None:
-        # This way round it is x, the smaller one, that is laid out anew for the product.
+        # In this order x, the smaller one, is repacked for the product.
         shrunk_TR = torch.mm(a_RI, x_TI.t()).t()
         num_rows = y_TO.shape[0]
         if x_TI.shape[0] == num_rows:
@@ -169,12 +170,12 @@ def _touch(block: Any) -> None:
 
 
 def _tile_rows(num_rows: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (num_rows - 1).bit_length()
 
 
 def profile(dtype: torch.dtype, in_features: int, out_features: int, rank: int) -> dict[int, float]:
-    """How many microseconds this thread takes for so many rows; it also gets the libraries going."""
+    """Return number of rows -> microseconds on this thread. Also makes the libraries load their kernels."""
     num_rows = max(PROFILED_ROWS)
     x, y = (torch.zeros(num_rows * width, dtype=dtype) for width in (in_features, out_features))
     weights = torch.zeros(rank * (in_features + out_features), dtype=dtype).view(torch.uint8)

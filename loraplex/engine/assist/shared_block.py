@@ -1,4 +1,4 @@
-"""Memory that several processes see, without a name: it is gone with the last of them."""
+"""Anonymous memory that several processes share: it is freed with the last of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from loraplex.engine.machine import available_bytes
 
 
 class SharedBlock:
-    """A block of bytes, zero at first. Other processes map it by its descriptor `fd`."""
+    """A block of bytes, zero at first. Other processes map it by its file descriptor `fd`."""
 
     def __init__(self, num_bytes: int, *, fd: int | None = None) -> None:
-        """With `fd` the block of another process, inherited or received; the descriptor is ours to close.
+        """Allocate a block, or map another process's block if `fd` is given, which `close` then closes.
 
-        CapacityError if the memory is not to be had.
+        Raises CapacityError if there is not enough memory.
         """
         assert num_bytes > 0
         self.num_bytes = num_bytes
@@ -46,7 +46,7 @@ class SharedBlock:
         return self.memory.data_ptr()
 
     def close(self) -> None:
-        """Let go of the memory; it is unmapped with the last tensor over it. Idempotent."""
+        """Close the descriptor; the memory is unmapped with the last tensor over it. Idempotent."""
         self._memory = None
         if self._fd is not None:
             os.close(self._fd)
@@ -56,12 +56,12 @@ class SharedBlock:
 def _allocate(num_bytes: int) -> int:
     if not hasattr(os, "memfd_create"):
         raise CapacityError("CPU LoRA workers need anonymous shared memory, which only Linux has; use none")
-    # The kernel hands pages out until there are none for anybody: it is not asked for what is not there.
+    # The kernel would allocate until no process has memory left, so the request is checked first.
     if num_bytes > (available := available_bytes()):
         raise _exhausted(num_bytes, f"{available >> 20} MiB are free")
     fd = os.memfd_create("loraplex", os.MFD_CLOEXEC)
     try:
-        # All pages now: one that is not to be had later would kill the process that touches it.
+        # All pages now: if one were unavailable later, the process that touches it would be killed.
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -3,11 +3,11 @@
 A record is a fixed number of int64 words:
 
     ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, num_parts
-    shares: start, end, first_part, end_part for each slot (`split.Share`)
+    shares: start, end, first_part, end_part for each slot (`perf.assist_split.Share`)
     parts: weights, a_offset_bytes, b_offset_bytes, rank, the bits of the scale in float32, out_start,
            out_features
 
-The ticket and the shares are filled in when the record is submitted. A part of rank 0 is no part.
+The ticket and the shares are filled in when the record is submitted. A part of rank 0 is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANK: Final = 3
 class AssistPart:
     """One module: y[:, out_start : out_start + out_features] = scale * (x A^T) B_t.
 
-    A is (rank, in) and B_t (rank, out), each without gaps, at those bytes of a block of weights.
+    A is (rank, in) and B_t (rank, out), each contiguous, at their byte offsets in a block of weights.
     """
 
     weights: int
@@ -48,7 +48,8 @@ class AssistPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssistTask:
-    """Rows of x and y in their blocks, in elements. Columns of y that belong to no part stay as they are."""
+    """Rows of x and y; starts and strides in elements of their blocks. Columns of y that belong to no part
+    are not written."""
 
     num_rows: int
     in_features: int
@@ -89,7 +90,7 @@ def encode(task: AssistTask, num_slots: int) -> IntArray:
 
 
 def decode(words: Sequence[int], num_slots: int, slot: int) -> tuple[int, AssistTask, Share]:
-    """Return a record's ticket, and the task and the rows of one slot: it has this slot's parts alone."""
+    """Return a record's ticket, the task with one slot's parts alone, and the slot's share."""
     ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, _ = words[:SHARES]
     share = Share(*words[SHARES + slot * SHARE_WORDS :][:SHARE_WORDS])
     first = parts_start(num_slots)

@@ -1,8 +1,8 @@
 """A CPU LoRA worker: `python -m loraplex.engine.assist.worker LAUNCH`.
 
-It makes the next task ready as soon as that is written down, waits for its signal, computes its rows and says
-so in its done word. While the pool is armed it does nothing else on its core; otherwise it sleeps until it is
-woken. It leaves with its parent, whatever happens.
+It prepares the next task as soon as that is submitted, waits for its signal, computes its rows and writes the
+ticket to its done word. While the pool is armed it spins on its core; otherwise it sleeps until it is woken.
+It always ends with its parent.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 EXIT_PARENT_GONE: Final = 3
 _SPINS: Final = 20_000
-"""About a millisecond: how long a worker spins before it looks around."""
+"""Spins, about a millisecond of them, before a worker checks whether it is to end or sleep."""
 _LOOK_AROUND_MS: Final = 1000
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class Worker:
-    """One process's side of the pool."""
+    """The worker's side of the pool."""
 
     def __init__(self, launch: Launch) -> None:
         self._slot = launch.slot
@@ -52,7 +52,7 @@ class Worker:
         self._first_ticket: int | None = None
 
     def run(self, times_us: dict[int, float]) -> None:
-        """Say that it is there, and compute until told to leave."""
+        """Report ready, and compute tasks until the pool or the parent ends."""
         send_ready(self._channel, times_us)
         while self._first_ticket is None:
             if not self._listen():
@@ -68,7 +68,7 @@ class Worker:
             ticket += 1
 
     def _prepare(self, ticket: int) -> Callable[[], object] | None:
-        """What is to be done at the signal; None if it is time to leave."""
+        """Return the work to do at the signal; None if the worker is to end."""
         task, share = self._control.read(ticket, self._slot)
         if share.start == share.end:
             return lambda: None
@@ -78,7 +78,7 @@ class Worker:
         return self._product.prepare(task, self._weights, share.start, share.end)
 
     def _await(self, reached: Callable[[int, int], bool], ticket: int) -> bool:
-        """Return when the ticket is reached; False if it is time to leave."""
+        """Wait until the ticket is reached; return False if the worker is to end instead."""
         while not reached(ticket, _SPINS):
             if self._is_over():
                 return False
@@ -91,7 +91,7 @@ class Worker:
         return self._control.is_stopped or os.getppid() != self._parent_pid
 
     def _listen(self) -> bool:
-        """Sleep until there is a message; False when there are no more to come."""
+        """Sleep until there is a message, and handle it; return False if there will be no more."""
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
         while not readable.poll(_LOOK_AROUND_MS):
@@ -108,7 +108,7 @@ class Worker:
 
 
 def _leave_with_parent(parent_pid: int) -> None:
-    # Even a process that is stopped goes with its parent so.
+    # Thus even a stopped process ends with its parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(EXIT_PARENT_GONE)
@@ -136,4 +136,4 @@ def _run(launch: Launch) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # nothing is left to save, and to take torch apart takes a second
+    os._exit(main())  # nothing is left to save, and torch takes a second to shut down

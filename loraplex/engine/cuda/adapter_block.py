@@ -1,7 +1,7 @@
 """An adapter as one block of bytes: its table first, then its weights as `adapters.slab` lays them out.
 
-The table's addresses count from the block's own beginning, so a block means the same wherever it lies: it is
-put together once in host memory, copied to the device layer by layer, and moved there by another copy.
+The table's addresses are relative to the block's beginning, so a block is valid wherever it lies: it is built
+once in host memory, copied to the device layer by layer, and moved there by another copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def adapter_block(
     read: ReadSlab,
     memory: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """An adapter in memory of so many bytes."""
+    """Build and return an adapter's block. `read`: fills its slab; `memory`: allocates so many bytes."""
     layout = slab_layout(spec, shape)
     block = memory(block_bytes(layout, shape, dtype))
     write_table(block, layout, shape, dtype)
@@ -45,7 +45,7 @@ def adapter_block(
 
 
 def write_table(block: torch.Tensor, layout: SlabLayout, shape: ModelShape, dtype: torch.dtype) -> None:
-    """The kernels' table (`kernels.lora`), which the slab follows."""
+    """Write the kernels' table (`kernels.lora`) to the beginning of the block; the slab follows it."""
     slab_start, element_bytes = table_bytes(shape), dtype.itemsize
     table = np.zeros((shape.num_layers, len(MODULES), TABLE_COLUMNS), dtype=np.int64)
     for layer, groups in enumerate(layout.layers):
@@ -63,7 +63,7 @@ def write_table(block: torch.Tensor, layout: SlabLayout, shape: ModelShape, dtyp
 
 
 def part_ends(layout: SlabLayout, shape: ModelShape, dtype: torch.dtype) -> list[int]:
-    """Up to which byte of its block the table needs it, and each layer."""
+    """Return the byte of the block where the table ends, then the byte where each layer ends."""
     cursor = table_bytes(shape)
     ends = [cursor]
     for groups in layout.layers:

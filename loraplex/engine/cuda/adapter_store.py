@@ -1,4 +1,4 @@
-"""Adapters on their way into the arena, and where they are in it."""
+"""Copies adapters from host memory into the arena, part by part."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _MAX_KNOWN: Final = 10_000
 _MAX_PLANS: Final = 256
 
 PlanGroups = Callable[[Sequence[int]], Sequence[int]]
-"""From the bytes of each layer: how many of them to copy at a time, one after the other."""
+"""Maps the bytes of each layer to copy groups: the number of layers in each, in copy order."""
 
 
 class Padding(Protocol):
-    """`padding.Padding`, for comparisons."""
+    """The methods of `padding.Padding` that the store calls, for comparisons."""
 
     def num_bytes(self, spec: AdapterSpec) -> int: ...
 
     def offsets(self, spec: AdapterSpec) -> dict[int, int]:
-        """Of the copies in an adapter's block."""
+        """Return rank -> first byte of the copy padded to it, in the adapter's block."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """A version to copy from a byte of the host's memory to one of the arena, not before that moment.
-    `assisted_layers`: as many of its first ones are computed by CPU workers meanwhile."""
+    """A copy of a version from byte `source` of host memory to byte `place` of the arena, not before the
+    moment `after`. `assisted_layers`: number of its first layers that CPU workers may compute meanwhile."""
 
     spec: AdapterSpec
     source: int
@@ -53,7 +53,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferBatch:
-    """Adapters that are copied in turns: when the first copy began, and how many bytes there are in all."""
+    """Adapters that are copied in turns: the moment at which the first copy began, and their total bytes."""
 
     begun: Moment
     num_bytes: int
@@ -61,10 +61,10 @@ class TransferBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """An adapter that is being copied to the device. Steps that wait for it may use its weights.
+    """An adapter that is being copied to the device. Steps that wait for its copies may use its weights.
 
-    `tickets`: the copy that brings the last of its table, and of each layer; `done`: when all are there, and
-    those that were copied in turns with it.
+    `tickets`: number of the copy that completes its table, then of the one that completes each layer. `done`:
+    the moment at which its copies are complete, and those of adapters that were copied in turns with it.
     """
 
     transfer: Transfer
@@ -75,7 +75,7 @@ class Arrival:
 
 
 class AdapterStore:
-    """Brings adapters from the host's memory into the arena."""
+    """Copies adapters from host memory into the arena."""
 
     def __init__(
         self,
@@ -88,22 +88,22 @@ class AdapterStore:
         padding: Padding | None = None,
         max_copy_bytes_per_s: float | None = None,
     ) -> None:
-        """`padding`: how adapters are padded to their batches, if they are; `host_blocks` has them so.
-        `max_copy_bytes_per_s`: a rate to slow copies down to, for comparison."""
+        """`padding`: set if `host_blocks` holds padded adapters. `max_copy_bytes_per_s`: a rate to slow
+        copies down to, for comparison."""
         self._padding = padding
         self._shape = shape
         self._dtype = dtype
         self._arena = arena
         self._host_blocks = host_blocks
         self._bus = Bus(device, max_copy_bytes_per_s)
-        self._cuts_of = lru_cache(_MAX_PLANS)(partial(cuts_of, plan_groups=plan_groups))  # they are alike
+        self._cuts_of = lru_cache(_MAX_PLANS)(partial(cuts_of, plan_groups=plan_groups))  # most are alike
         self._outlining = threading.Lock()
-        self._outlines: dict[str, _Outline] = {}  # by version, as it takes a while to find them
+        self._outlines: dict[str, _Outline] = {}  # by version: they are slow to compute
         self._passing_stream = SideStream(device)
 
     @property
     def ticket_1(self) -> torch.Tensor:
-        """On the device: the number of the last copy that is complete."""
+        """The number of the last complete copy, on the device."""
         return self._bus.ticket_1
 
     def num_bytes(self, spec: AdapterSpec) -> int:
@@ -112,11 +112,11 @@ class AdapterStore:
         return self._outline(spec).ends[-1]
 
     def read(self, spec: AdapterSpec, place: int) -> None:
-        """From its folder to a place in the host's memory; on a reader's thread."""
+        """Read a version into a place in host memory; called on a reader's thread."""
         self._host_blocks.read(spec, place)
 
     def start(self, transfers: Sequence[Transfer]) -> list[Arrival]:
-        """Begin to copy, the first parts of all of them before the next ones of any."""
+        """Begin to copy, the first parts of all versions before the second parts of any."""
         cuts = [self._cuts(transfer) for transfer in transfers]
         tickets: list[dict[int, int]] = [{} for _ in transfers]
         self._bus.wait_for(transfer.after for transfer in transfers)
@@ -145,8 +145,8 @@ class AdapterStore:
         ]
 
     def load(self, spec: AdapterSpec, place: int, after: Moment) -> LoraWeights:
-        """Copy a version that is not kept in the host's memory to its place, not before that moment, and wait
-        until it is there; on a reader's thread."""
+        """Copy a version that is not kept in host memory to its place, not before the moment `after`, and
+        wait until that is complete; called on a reader's thread."""
         host = self._host_blocks.passing(spec)
         with self._passing_stream.entered():
             self._passing_stream.wait_for(after)
@@ -158,21 +158,22 @@ class AdapterStore:
         return self._host_blocks.prepare()
 
     def close(self, *, frees_memory: bool) -> None:
-        """After the last load. `frees_memory`: False if a read into the host's memory is still under way."""
+        """Wait for the copies and close the host blocks; call it after the last load. `frees_memory`: False
+        if a read into host memory is still in progress."""
         try:
             self._bus.synchronize()
         finally:
             self._host_blocks.close(frees_memory=frees_memory)
 
     def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
-        """The same adapter after its block was copied to another place."""
+        """Return the weights of the same adapter after its block was copied to another place."""
         return replace(weights, table_LM=self._table_at(place))
 
     def _cuts(self, transfer: Transfer) -> list[Cut]:
         return self._cuts_of(self._outline(transfer.spec).ends, transfer.assisted_layers)
 
     def _outline(self, spec: AdapterSpec) -> _Outline:
-        """On any thread."""
+        """Return the outline of a version, cached. May be called on any thread."""
         with self._outlining:
             found = self._outlines.get(spec.version)
             if found is None:
@@ -184,7 +185,7 @@ class AdapterStore:
             return found
 
     def _part_ends(self, spec: AdapterSpec) -> Sequence[int]:
-        if self._padding is not None:  # every copy of it has all layers
+        if self._padding is not None:  # each padded copy has all layers: one part is all
             return [self._padding.num_bytes(spec)] * (1 + self._shape.num_layers)
         return part_ends(slab_layout(spec, self._shape), self._shape, self._dtype)
 
@@ -211,8 +212,8 @@ class AdapterStore:
 
 
 class _Outline(NamedTuple):
-    """Of an adapter: up to which byte of its block the table needs it, and each layer; its largest rank, and
-    the groups of linears that it changes."""
+    """The bytes at which the table and each layer of an adapter's block end; the adapter's largest rank; and
+    the groups of linears that it touches."""
 
     ends: tuple[int, ...]
     max_rank: int
@@ -220,7 +221,7 @@ class _Outline(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Bytes [begin, end) of a block, which are copied at once, and which of its parts end there."""
+    """Bytes [begin, end) of a block that are copied at once, and its parts: 0 is the table, then layers."""
 
     begin: int
     end: int
@@ -228,8 +229,8 @@ class Cut(NamedTuple):
 
 
 def cuts_of(ends: Sequence[int], assisted_layers: int, plan_groups: PlanGroups) -> list[Cut]:
-    """What is copied at once of a block whose table and layers end there, in this order: the table, then
-    layers in groups, then the first layers, if CPU workers compute them."""
+    """Return the cuts of a block whose table and layers end at `ends`, in copy order: the table, then layers
+    in groups, then the first layers if CPU workers may compute them."""
     computed = 1 + assisted_layers
     layer_bytes = tuple(end - begin for begin, end in pairwise(ends[assisted_layers:]))
     stops = accumulate(plan_groups(layer_bytes), initial=computed)

@@ -1,4 +1,4 @@
-"""Puts the engine of a CUDA device together, or a shard's part of it."""
+"""Assembles the engine of a CUDA device, or the executor of a shard."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
 _TYPICAL_RANK: Final = 64
 _ELEMENT_BYTES: Final = 2
 _MIN_SAVED: Final = 0.1
-"""The share of a cold start's time from which on CPU workers are worth their cores."""
+"""Least share of a cold start's time that CPU workers must save to be worth their cores."""
 
 
 def build_cuda_core(
@@ -67,17 +67,17 @@ def build_cuda_core(
     collective: Collective = SOLO,
     peers: Peers | None = None,
 ) -> Engine:
-    """An engine over weights that are on the device already.
+    """Return an engine over weights that are on the device already.
 
-    `read`: how an adapter's weights come into the host's memory, if not from its files; `host_blocks`:
-    instead of that memory. `peers`: other replicas that adapters may come from.
+    `read`: reads an adapter's weights into host memory, instead of from its files; `host_blocks`: replaces
+    that memory. `peers`: other replicas that adapters may be copied from.
     """
     keep_compiled_kernels()
     plan = plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
     if host_blocks is not None:
         reads = AdapterReads(read_slab)
-        options = replace(options, cpu_workers=0)  # there is no memory that they could share
+        options = replace(options, cpu_workers=0)  # they have no memory to share
     else:
         reads, close_reads = _adapter_reads(read, peers=peers)
         memory = _host_memory(options, config.shape, device)
@@ -122,7 +122,7 @@ def assemble_shard(
     report: Progress,
     peers: Peers | None = None,
 ) -> CudaExecutor:
-    """The executor of a shard; `local` is its config, and `reading` that of its weights, which has begun."""
+    """Return the executor of a shard, given its config and the read of its weights, which has begun."""
     device = torch.device("cuda", shard.index)
     with ExitStack() as undo:
         compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device)
@@ -149,7 +149,7 @@ def _host_memory(options: CudaOptions, shape: ModelShape, device: torch.device) 
 def _adapter_reads(
     read: ReadSlab | None, shard: Shard = WHOLE, peers: Peers | None = None
 ) -> tuple[AdapterReads, Callable[[], None]]:
-    """Return what fills slabs, and what lets go of its threads."""
+    """Return what fills slabs, and a function that closes its threads."""
     if read is not None:
         return AdapterReads(read, peers), lambda: None
     readers = SlabReaders(shard)
@@ -166,8 +166,8 @@ def _build_executor(
     reads: AdapterReads,
     collective: Collective,
 ) -> CudaExecutor:
-    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files;
-    `reads`: what fills `host_blocks`, which are closed if it comes to nothing."""
+    """Return the executor over a shard's `config` and `weights`. `memory`: host memory of adapters, None if
+    `host_blocks` has its own; `reads`: fills `host_blocks`, which are closed if this fails."""
     device, shape = weights.embedding_VH.device, config.shape
     with ExitStack() as undo:
         undo.callback(host_blocks.close)
@@ -176,7 +176,7 @@ def _build_executor(
         arena = DeviceArena(
             shape, num_pages=plan.num_pages, block_size=options.block_size, dtype=options.dtype, device=device
         )
-        # Requests that end in a plan hold theirs until after its launch.
+        # Requests that end in a plan keep their seats until after its launch.
         num_seats = 2 * options.max_running + 2
         store = _build_store(shape, options, arena, device, host_blocks)
         num_workers = _num_workers(options, shape, device.type)
@@ -224,14 +224,15 @@ def _build_store(
 
 
 def _group_planner(costs: CostModel) -> PlanGroups:
-    """Groups that a step with a short prompt waits least for; single layers where there is no bus."""
+    """Return a planner of the copy groups for which a step with a short prompt waits least; single layers if
+    there is no bus."""
     if costs.bus is None:
         return lambda layer_bytes: (1,) * len(layer_bytes)
     return partial(costs.plan_groups, step_s=costs.step_s(_SHORT_PROMPT))
 
 
 def _costs(options: CudaOptions, shape: ModelShape, device: str) -> CostModel:
-    """Return the engine's costs, with copies as slow as they are made."""
+    """Return the engine's costs, with copies slowed down to `max_copy_bytes_per_s`."""
     costs = known_costs(shape, device, options.dtype)
     limit = options.max_copy_bytes_per_s
     if limit is None or costs.bus is None:
@@ -241,7 +242,8 @@ def _costs(options: CudaOptions, shape: ModelShape, device: str) -> CostModel:
 
 
 def _num_workers(options: CudaOptions, shape: ModelShape, device: str) -> int:
-    """Return the number of CPU workers; `auto` has some only where they make cold starts clearly faster."""
+    """Return the number of CPU workers; `auto` has some only where a measured profile says that they make
+    cold starts clearly faster."""
     if options.padded_to is not None:
         return 0
     if options.cpu_workers is not None:

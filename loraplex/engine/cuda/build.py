@@ -1,5 +1,5 @@
-"""Begins the engine of a CUDA device, or that of several which share a model: what to hold in which memory,
-and the weights. The rest of it needs Triton (`assemble`), which is imported while the weights are read."""
+"""Begins to build the engine of a CUDA device, or of several that share a model: plans memory and starts to
+read the weights. The rest needs Triton (`assemble`), which is imported while the weights are read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build_cuda_engine(
 ) -> Engine:
     """Return an engine over a checkpoint: `options.model` is a folder, and `config` the whole model's.
 
-    `peers`: other replicas that adapters may be copied from; engines of several devices read files.
+    `peers`: other replicas that adapters may be copied from; engines of several devices read files instead.
     """
     num_shards = options.tensor_parallel
     local = Shard(index=0, count=num_shards).config(config)
@@ -61,7 +61,7 @@ def build_cuda_engine(
         cpu_workers=options.cpu_workers if num_shards == 1 else 0,
         loads_popular=options.loads_popular,
     )
-    # Of the first device; the others are taken to be like it.
+    # Planned for the first device; the others are assumed to be like it.
     plan = plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
     build = partial(_build_shard, Path(options.model), cuda_options, plan)
     executor: Executor
@@ -99,8 +99,8 @@ def _build_shard(
 
 @contextmanager
 def _quick_turns() -> Iterator[None]:
-    """Within it, threads that read or compile wait less for the interpreter: most need it for a moment, while
-    those that load compiled kernels would keep it for as long as they may."""
+    """Shorten the interpreter's switch interval, so that threads that read or compile wait less for its lock:
+    most need it briefly, but those that load compiled kernels hold it for the whole interval."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

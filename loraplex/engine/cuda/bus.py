@@ -1,7 +1,7 @@
 """Numbered copies from the host to the device, one after the other, beside the steps.
 
 The number of the last complete copy is in device memory: a step may wait there for a copy that was launched
-before it (`kernels.triton.gate`), and no thread of the host waits for anything.
+before it (`kernels.triton.gate`), so that no thread of the host has to wait.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from loraplex.kernels.triton.pace import Pace
 
 
 class Stretch(NamedTuple):
-    """Bytes of host memory, pinned if copies are to run beside the steps."""
+    """A range of host memory, pinned if copies are to run beside the steps."""
 
     address: int
     num_bytes: int
 
 
 class Copy(NamedTuple):
-    """A copy to an address of the device. Making tensors would take longer than copying."""
+    """A copy to a device address, in plain numbers: making tensors would take longer than copying."""
 
     target: int
     source: Stretch
 
 
 class Bus:
-    """Used by one thread. `ticket_1`: the number of the last copy that is complete."""
+    """Launches numbered copies; used by one thread. `ticket_1`: the number of the last complete copy."""
 
     def __init__(self, device: torch.device, max_bytes_per_s: float | None = None) -> None:
         """`max_bytes_per_s`: a rate to slow copies down to, for comparison."""
@@ -43,15 +43,15 @@ class Bus:
         self.ticket_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._ticket = self.ticket_1.data_ptr()
         self._last = -1
-        self._publish()  # a device or a driver that cannot do it says so now
+        self._publish()  # raises now if the device or its driver cannot do it
 
     def wait_for(self, moments: Iterable[Moment]) -> None:
-        """Let copies from now on come after these moments of other streams."""
+        """Make copies that are launched from now on wait for these moments of other streams."""
         for moment in moments:
             self._stream.wait_for(moment)
 
     def carry(self, copies: Iterable[Copy]) -> int:
-        """Copy in this order. Returns at once, with the number of these copies."""
+        """Launch copies in this order. Return their number at once."""
         if self._pace is not None:
             return self._carry_slowly(list(copies), self._pace)
         for target, source in copies:
@@ -75,8 +75,8 @@ class Bus:
         return self._publish()
 
     def _publish(self) -> int:
-        """Publish the copies launched so far, when they are complete: the stream itself writes the number, so
-        that no multiprocessor has to be free."""
+        """Publish the copies launched so far once they are complete, and return their number. The stream
+        itself writes it, so that no multiprocessor has to be free."""
         self._last += 1
         if self._stream.handle is None:
             self.ticket_1.fill_(self._last)

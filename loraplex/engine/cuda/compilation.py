@@ -1,8 +1,8 @@
 """Compiles every kernel that serving can need before the first request, several at a time.
 
-A model without memory (torch's meta device) goes through steps of padding whose launches are collected
-instead of carried out. That needs neither weights nor the device, so it runs while the weights are read; and
-what Triton compiled once it finds on disk at the next start.
+A model without memory (torch's meta device) runs steps of padding whose launches are collected instead of
+executed. That needs neither weights nor the device, so it runs while the weights are read. Triton caches
+compiled kernels on disk for the next start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PROMPT_ROWS: Final = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledFor:
-    """What the kernels are compiled for: a shard of a model, and how its memory is laid out."""
+    """The target of a compilation: a shard of a model, and the layout of its memory."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class CompiledFor:
 
 
 class KernelCompilation:
-    """Compiles in threads from when it is made. `finish` waits for them."""
+    """A compilation in threads, which starts when it is constructed. `finish` waits for them."""
 
     def __init__(self, wanted: CompiledFor, device: torch.device) -> None:
         keep_compiled_kernels()
@@ -74,7 +74,7 @@ class KernelCompilation:
     def begin(
         cls, config: ModelConfig, dtype: torch.dtype, block_size: int, device: torch.device
     ) -> KernelCompilation | None:
-        """None where there is nothing to compile, as kernels are interpreted."""
+        """Start to compile; None where kernels are interpreted and there is nothing to compile."""
         if device.type != "cuda":
             return None
         wanted = CompiledFor(
@@ -83,8 +83,8 @@ class KernelCompilation:
         return cls(wanted, device)
 
     def finish(self, report: Progress) -> None:
-        """Return when all are compiled and loaded. One that fails is logged: it may never be needed, and a
-        step that does need it says so again."""
+        """Wait until all kernels are compiled and loaded. A failure is logged: the kernel may never be
+        needed, and a step that does need it raises the error again."""
         report("compiling kernels", 0.0)
         futures = self._submitted.result()
         for done, future in enumerate(as_completed(futures), 1):
@@ -96,20 +96,20 @@ class KernelCompilation:
         self._threads.shutdown()
 
     def close(self) -> None:
-        """Compile nothing more; what has begun ends by itself."""
+        """Cancel what has not begun; does not wait for the rest."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, wanted: CompiledFor) -> list[Future[None]]:
         launches = needed_launches(wanted)
         for launch in launches:
-            launch.kernel.hash()  # in one thread, one after the other: see there
+            launch.kernel.hash()  # in one thread, one after the other: see `Kernel.hash`
         hash_triton()
         return [self._threads.submit(launch.compile) for launch in launches]
 
 
 def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
-    """One launch of every variant of every kernel that steps can need. They do not depend on how many layers
-    there are, and two layers are gone through in a fraction of the time."""
+    """Return one launch of every variant of every kernel that steps can need. Variants do not depend on the
+    number of layers, so the model has only two, which takes a fraction of the time."""
     config = wanted.config
     config = replace(config, shape=replace(config.shape, num_layers=min(config.shape.num_layers, _LAYERS)))
     shape = config.shape
@@ -134,7 +134,7 @@ def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
 
 
 def _all_variants(shape: ModelShape, num_sms: int) -> Iterator[GraphKey]:
-    """Steps that launch every variant between them."""
+    """Yield steps that together launch every variant."""
     groups = frozenset(GROUPS)
     by_splits = {
         choose_num_splits(decodes, shape.num_kv_heads, num_sms): decodes
@@ -148,8 +148,8 @@ def _all_variants(shape: ModelShape, num_sms: int) -> Iterator[GraphKey]:
 
 
 def keep_compiled_kernels() -> None:
-    """Have Triton keep what it compiles beside our other files that can be made again. Its own settings come
-    first, and its own place remains where ours cannot be written."""
+    """Make Triton cache compiled kernels in our cache folder. Its own environment variables take precedence,
+    and its own folder remains in use if ours cannot be written."""
     if "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ:
         return
     folder = cache_dir() / "triton"

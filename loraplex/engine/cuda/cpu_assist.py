@@ -46,7 +46,7 @@ class AssistedSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssistedTasks:
-    """The tasks of a step, submitted: tickets [first_ticket, last_ticket]; and their groups of linears."""
+    """The submitted tasks of a step, tickets [first_ticket, last_ticket], and their groups of linears."""
 
     spans: tuple[AssistedSpan, ...]
     groups: tuple[str, ...]
@@ -85,7 +85,7 @@ class CpuAssist:
         num_workers: int,
         max_rows: int,
     ) -> None:
-        """Start the workers in the background. `max_rows`: of the largest step's prompts."""
+        """Start the workers in the background. `max_rows`: rows of prompts in the largest step."""
         self._shape = shape
         self._host = memory
         self._pinned: list[int] = []
@@ -127,7 +127,8 @@ class CpuAssist:
         self._pool.arm()
 
     def submit(self, spans: Sequence[AssistedSpan]) -> AssistedTasks | None:
-        """Submit the tasks of a step that is launched next; None if the workers have too much to do."""
+        """Submit the tasks of the step that is launched next; None if there are none, or if the workers have
+        too many already."""
         touched = frozenset[str]().union(*(span.arrival.weights.touched for span in spans))
         groups = tuple(group for group in GROUPS if group in touched)
         num_layers = max((span.num_layers for span in spans), default=0)
@@ -161,7 +162,7 @@ class CpuAssist:
         self._pool.raise_if_failed()
 
     def close(self) -> None:
-        """End the workers. After the last step."""
+        """End the workers; call it after the last step."""
         try:
             if self._pinned:
                 torch.cuda.synchronize()
@@ -209,7 +210,8 @@ class CpuAssist:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssistedStep:
-    """In place of the `LoraStep` of a step's prompts: each group of linears where its weights are."""
+    """A replacement for the `LoraStep` of a step's prompts that computes each group of linears where its
+    weights are: on the device, or on CPU workers."""
 
     on_device: LoraStep
     spans: AssistSpans

@@ -1,6 +1,6 @@
-"""The device's memory for KV blocks and adapters: one tensor of bytes, seen as what lies in it.
+"""The device's memory for KV blocks and adapters: one tensor of bytes, with views of its contents.
 
-`scheduling.arena` decides what lies where. One page more than it knows of stands at the end: padding rows of
+`scheduling.arena` decides what lies where. One page that it does not know of is at the end: padding rows of
 graphs write there.
 """
 
@@ -21,12 +21,12 @@ _STAGING_BYTES: Final = 32 << 20
 
 
 def page_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of one block of tokens in all layers."""
+    """Return the bytes of one page: keys and values of one block of tokens in all layers."""
     return 2 * shape.num_layers * shape.kv_size * block_size * dtype.itemsize
 
 
 class DeviceArena:
-    """All of it is allocated here, once: no step and no load can run out of memory later."""
+    """Memory that is allocated once, here: no step and no load can run out of it later."""
 
     def __init__(
         self, shape: ModelShape, *, num_pages: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -62,7 +62,7 @@ class DeviceArena:
                 self._move_overlapping(move)
 
     def _move_overlapping(self, move: Move) -> None:
-        """Piece by piece by way of other memory, the upper end first."""
+        """Copy piece by piece through a staging buffer, from the upper end down."""
         assert move.target_byte > move.source_byte
         for end in range(move.num_bytes, 0, -self._staging.numel()):
             begin = max(end - self._staging.numel(), 0)

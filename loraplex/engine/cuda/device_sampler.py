@@ -1,8 +1,8 @@
-"""Draws tokens on the device for requests whose choice needs nothing but the logits.
+"""Draws tokens on the device for requests that need only the logits for it.
 
-The same order as `engine.sampler`: temperature, min_p, top_k, top_p, one draw that depends on the request's
-seed and the token's index alone (`engine.draws`). Penalties, biases and log-probabilities need the request's
-history or its logits on the host, and are left to `engine.sampler`.
+The order is that of `engine.sampler`: temperature, min_p, top_k, top_p, one draw that depends only on the
+request's seed and the token's index (`engine.draws`). Penalties, biases and log-probabilities need the
+request's history or its logits on the host, and are left to `engine.sampler`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loraplex.engine.sampler import SamplingState
 
 
 def stays_on_device(state: SamplingState) -> bool:
-    """Tell whether the next token can be chosen without the host's help."""
+    """Return whether the next token can be chosen without the host."""
     params = state.params
     return (
         params.logprobs is None
@@ -30,7 +30,7 @@ def stays_on_device(state: SamplingState) -> bool:
 
 
 def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    """One token for each row; not for greedy requests."""
+    """Draw one token for each row; not for greedy requests."""
     controls = torch.tensor(
         [
             (p.temperature, p.min_p, p.top_k or logits_LV.shape[1], p.top_p, *noise_key(s.seed, s.num_output))
@@ -61,8 +61,8 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
 
 
 def draw_once(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Draw tokens that nobody wants: the device loads each of torch's kernels when it is first used, which is
-    not to be in the step of a request."""
+    """Draw tokens and discard them: the device loads each of torch's kernels at its first use, which must not
+    happen in the step of a request."""
     for num_rows, top_p in itertools.product((1, 2), (0.9, 1.0)):
         params = SamplingParams(temperature=1.0, top_p=top_p, max_tokens=1)
         state = SamplingState(EngineRequest(request_id="", prompt_token_ids=[0], params=params))

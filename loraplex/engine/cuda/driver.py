@@ -1,4 +1,4 @@
-"""The few calls of CUDA's driver that torch has no names for.
+"""The few calls of CUDA's driver that torch does not expose.
 
 A driver call that fails, unlike one of the runtime, leaves no error behind for the next call to report.
 """
@@ -15,7 +15,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 def pin(address: int, num_bytes: int) -> int:
-    """Pin host memory, for all devices to copy from and to use. Return 0, or the error's number."""
+    """Pin host memory for all devices, to copy from and to access. Return 0, or the error's number."""
     flags = _PORTABLE | _MAPPED
     return int(_driver().cuMemHostRegister_v2(_pointer(address), ctypes.c_size_t(num_bytes), flags))
 

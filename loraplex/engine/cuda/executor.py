@@ -45,13 +45,13 @@ from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
 _NUM_READS: Final = 2
-"""Threads that read adapters, each of which has others to help it."""
+"""Number of threads that read adapters; each has helper threads."""
 _ARRIVAL_WAIT_S: Final = 50e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFlight:
-    """A step under way: its (token, finite) pairs are being copied to the host."""
+    """A step in flight: its (token, finite) pairs are being copied to the host."""
 
     plan: StepPlan
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class CudaExecutor:
         reads: AdapterReads,
         assist: CpuAssist | None = None,
     ) -> None:
-        """`reads`: what fills the blocks of `store`."""
+        """`reads`: fills the host blocks of `store`."""
         self._decoder = decoder
         self._runner = runner
         self._builder = builder
@@ -102,13 +102,13 @@ class CudaExecutor:
         self._reads = reads
         self._assist = assist
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
-        self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
-        self._behind_launch: list[Transfer] = []  # what the step that is launched next does not need
+        self._arrivals: dict[str, Arrival] = {}  # adapters being copied, in copy order
+        self._behind_launch: list[Transfer] = []  # not needed by the step launched next
         self._host_blocks_in_use: deque[tuple[Moment, HostBlock]] = (
             deque()
-        )  # until the step that fetches it is over
-        self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
-        self._last_moves = Moment(device)  # behind what fills the arena at first
+        )  # each is kept until the step that fetches it is over
+        self._assisted_steps: dict[str, Moment] = {}  # by version: the last step that workers assisted
+        self._last_moves = Moment(device)  # after the arena's initial fill
         self._has_drawn = False
         self._states: dict[str, SamplingState] = {}
         self._seats: dict[str, int] = {}
@@ -125,7 +125,7 @@ class CudaExecutor:
 
     def preempt(self, request_id: str) -> None:
         seat = self._seats.pop(request_id, None)
-        if seat is not None:  # steps under way still write to it, before any step of its next holder
+        if seat is not None:  # steps in flight still write to it, but before any step of its next owner
             self._free_seats.append(seat)
         self._builder.tables.forget(request_id)
 
@@ -141,8 +141,8 @@ class CudaExecutor:
         self._adapters.read(sources, partial(self._store.read, place=read.place))
 
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
-        """Copy adapters to the device: those that the next step uses first, and their first layers before
-        their last ones. If there is such a step, the others wait until it is launched."""
+        """Copy adapters to the device, first those that the next step uses, and their first layers before
+        their last ones. Those marked `behind` start after the next launch."""
         self._transfer_behind_launch()
         awaited: list[Transfer] = []
         others: list[Transfer] = []
@@ -166,20 +166,22 @@ class CudaExecutor:
             self._transfer(transfers)
 
     def _transfer(self, transfers: Sequence[Transfer]) -> None:
-        """Copy them, taking turns."""
+        """Start copies that take turns."""
         if transfers:
             for arrival in self._store.start(transfers):
                 self._adapters.weights[arrival.transfer.spec.version] = arrival.weights
                 self._arrivals[arrival.transfer.spec.version] = arrival
 
     def _transfer_behind_launch(self) -> None:
-        """One after the other: whoever waits longest is there first."""
+        """Start the copies that were held back for a launch, one after the other: the adapter that requests
+        have waited for longest arrives first."""
         transfers, self._behind_launch = self._behind_launch, []
         for transfer in transfers:
             self._transfer([transfer])
 
     def evict_adapter(self, version: str) -> None:
-        """Free its place. Whoever gets it comes behind steps that read it, by the stream or by `quiet`."""
+        """Free its place. Whatever uses the place next runs after the steps that read it: later steps by
+        stream order, and loads too, unless they are `quiet` because no step in flight uses the place."""
         del self._adapters.weights[version]
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -239,7 +241,7 @@ class CudaExecutor:
         self._builder.tables.check_integrity(request_ids)
 
     def close(self) -> None:
-        with ExitStack() as closing:  # the last first, and all whatever goes wrong
+        with ExitStack() as closing:  # in reverse order, all of them even if one raises
             closing.callback(self._close_store)
             if self._assist is not None:
                 closing.callback(self._assist.close)
@@ -247,7 +249,7 @@ class CudaExecutor:
             closing.callback(self._adapters.close)
 
     def _close_store(self) -> None:
-        # A thread that hangs in a read would write to memory that was given back, should its disk answer.
+        # A thread that hangs in a read would write to freed memory if its disk answered after all.
         self._store.close(frees_memory=not self._adapters.is_reading)
 
     def _finish_steps(self) -> None:
@@ -334,7 +336,7 @@ class CudaExecutor:
         self, built: BuiltBatch, assisted: AssistedTasks | None
     ) -> npt.NDArray[np.int64] | None:
         """Return the copies that the whole step waits for, by place (`kernels.triton.gate`); None for none.
-        Those of adapters that only assisted spans use are the tables."""
+        For adapters that only assisted spans use, it waits only for the tables."""
         arrivals = {
             version: self._arrivals[version]
             for version in (chunk.adapter for chunk in built.chunks)
@@ -342,7 +344,7 @@ class CudaExecutor:
         }
         if not arrivals:
             return None
-        if built.batch.span_starts_S.shape[0] == 0:  # such a step cannot wait within, and is over soon
+        if built.batch.span_starts_S.shape[0] == 0:  # it has no gates, and is short: it starts later
             for arrival in arrivals.values():
                 arrival.done.hold_back()
             return None
@@ -356,10 +358,10 @@ class CudaExecutor:
     def _take_arrived(self) -> list[AdapterEvent]:
         arrived: dict[str, Arrival] = {}
         for version, arrival in self._arrivals.items():
-            # Workers compute with it where it is on the host, up to the end of the step.
+            # Workers read its host memory until the end of the step.
             last_step = self._assisted_steps.get(version)
             if not arrival.done.passed or (last_step is not None and not last_step.passed):
-                break  # nor have those behind it
+                break  # those after it have not arrived either
             arrived[version] = arrival
         for version in arrived:
             del self._arrivals[version]
@@ -375,9 +377,9 @@ class CudaExecutor:
         return seat
 
     def _choose(self, built: BuiltBatch, output: StepOutput) -> tuple[dict[str, TokenLogprob], bool]:
-        """Replace the greedy choice where something else is asked for.
+        """Replace the greedy tokens of requests that are not greedy, or need the host.
 
-        Returns log-probabilities, and whether all tokens were chosen on the device.
+        Return log-probabilities, and whether all tokens were chosen on the device.
         """
         drawn: list[tuple[int, str]] = []
         by_host: list[tuple[int, str]] = []

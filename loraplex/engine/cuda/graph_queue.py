@@ -1,9 +1,9 @@
-"""Which graphs there are, which one a step replays, and which are captured next.
+"""The captured graphs: which one a step replays, and which are captured next.
 
 A graph is captured for sizes rounded up (`step_sizes`), for the groups of linears that adapters touch, and
 for whether decoding rows share adapters. One with larger sizes or more groups can be replayed in its place:
-what the step has less is padding, whose programs leave at once. So a few graphs are enough to serve all that
-is known, and the engine is ready when it has them; the exact ones follow while it is idle.
+the difference is padding, whose programs return at once. So a few graphs cover all steps with the known
+adapters, and the engine is ready when it has them; the exact ones are captured while it is idle.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ G = TypeVar("G")
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for: sizes, the groups of linears that adapters touch, and whether decoding
-    rows share adapters."""
+    """The properties that a graph is captured for: sizes, the groups of linears that adapters touch, and
+    whether decoding rows share adapters."""
 
     sizes: StepSizes
     groups: frozenset[str]
     shares: bool
 
     def covers(self, other: GraphKey) -> bool:
-        """Whether a step that asks for the other graph may replay this one. Rows that share an adapter may
-        also be computed one by one."""
+        """Return whether a step that asks for the other graph may replay this one. Rows that share an adapter
+        may also be computed one by one."""
         return (
             self.groups >= other.groups
             and (other.shares or not self.shares)
@@ -46,8 +46,8 @@ class GraphKey(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, ...]:
-        """Orders graphs that cover the same step by what padding costs: rows are arithmetic, groups are
-        launches, the rest are programs that leave at once."""
+        """A sort key for graphs that cover the same step, by the cost of padding: rows cost arithmetic,
+        groups cost launches, the rest costs programs that return at once."""
         sizes = self.sizes
         return (
             sizes.rows,
@@ -62,7 +62,7 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice(Generic[G]):
-    """A graph to replay, and what it was captured for."""
+    """A graph to replay, and the key that it was captured for."""
 
     key: GraphKey
     graph: G
@@ -72,26 +72,26 @@ class GraphQueue(Generic[G]):
     """The graphs of one device."""
 
     def __init__(self, max_blocks: int, num_layers: int, *, assisted: bool = False) -> None:
-        """`assisted`: there are CPU workers, and steps in which they assist."""
+        """`assisted`: there are CPU workers, so graphs of steps with them are captured too."""
         self._max_blocks = max_blocks
         self._num_layers = num_layers
         self._assisted = assisted
         self._graphs: dict[GraphKey, G] = {}
         self._choices: dict[GraphKey, Choice[G] | None] = {}
         self._families: set[frozenset[str]] = set()  # groups that single adapters touch
-        self._wanted: dict[GraphKey, None] = {}  # asked for by steps, in their order
+        self._wanted: dict[GraphKey, None] = {}  # missing ones that steps asked for, in order
         self._is_full = False
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def expect(self, groups: frozenset[str]) -> None:
-        """Adapters will be used that touch these groups of linears."""
+        """Announce adapters that touch these groups of linears."""
         self._families.add(groups)
 
     def choose(self, key: GraphKey) -> Choice[G] | None:
-        """The graph for a step, or the one that covers it at the least cost; None if there is none. A graph
-        that is missing is captured when there is time."""
+        """Return the graph for a step, or the one that covers it at the least cost; None if there is none. A
+        missing graph is captured when the engine is idle."""
         if key not in self._choices:
             covering = min((k for k in self._graphs if k.covers(key)), key=lambda k: k.cost, default=None)
             self._choices[key] = (
@@ -112,11 +112,11 @@ class GraphQueue(Generic[G]):
 
     @property
     def num_required(self) -> int:
-        """How many are still to be captured before all that is known can be served."""
+        """Number of graphs still to be captured before the engine is ready."""
         return 0 if self._is_full else sum(key not in self._graphs for key in self._required())
 
     def next(self) -> GraphKey | None:
-        """The most useful one that is missing."""
+        """Return the most useful graph that is missing; None if there is none."""
         if self._is_full:
             return None
         return next((key for key in self._in_order() if key not in self._graphs), None)
@@ -130,7 +130,7 @@ class GraphQueue(Generic[G]):
         # Most steps only decode, with adapters or without.
         for groups in (union, frozenset[str]()):
             yield from (GraphKey(size, groups, False) for size in sizes if size.spans == 0)
-        yield from (GraphKey(size, _ALL_GROUPS, False) for size in coarse)  # any adapter that may come
+        yield from (GraphKey(size, _ALL_GROUPS, False) for size in coarse)  # adapters not known yet
         for size in coarse_graph_sizes(self._max_blocks, self._num_layers, wide=True):
             yield GraphKey(size, union, False)
         for groups in dict.fromkeys((union, frozenset[str](), *sorted(self._families, key=sorted))):
@@ -140,10 +140,10 @@ class GraphQueue(Generic[G]):
                     yield GraphKey(size, groups, True)
 
     def _required(self) -> dict[GraphKey, None]:
-        """Without these the engine is not ready, in the order of capture."""
+        """Return the graphs without which the engine is not ready, in the order of capture."""
         coarse = coarse_graph_sizes(self._max_blocks, self._num_layers)
-        # Under constant load no idle moment comes: an adapter with other groups that is loaded meanwhile, and
-        # a context that no narrow table holds, have a graph from the start.
+        # Under constant load the engine is never idle: adapters with other groups that are registered later,
+        # and contexts too long for a narrow table, have a graph from the start.
         fewest = fewest_graph_sizes(self._max_blocks, self._num_layers)
         if self._max_blocks > NARROW_TABLE:
             fewest += fewest_graph_sizes(self._max_blocks, self._num_layers, wide=True)
@@ -158,5 +158,5 @@ class GraphQueue(Generic[G]):
 
     @property
     def _union(self) -> frozenset[str]:
-        """Groups that any adapter known touches."""
+        """Groups that any known adapter touches."""
         return frozenset().union(*self._families)

@@ -1,4 +1,4 @@
-"""Records what is launched, to launch it again at a stroke."""
+"""Records launches, to replay all of them with one call."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Run = Callable[[], object]
 
 
 class Recorder(Protocol):
-    """Makes replays. None of them runs beside another."""
+    """Makes replays. No two of them run at the same time."""
 
     def record(self, run: Run, *, warm: bool) -> Run:
-        """Return a function that launches what `run` does, on the same memory. `warm`: all that it launches
-        was launched before; else it is run first."""
+        """Return a function that launches what `run` launches, on the same memory. `warm`: all of it was
+        launched before; otherwise `run` is called once first."""
         ...
 
 
 class GraphRecorder:
-    """CUDA graphs, all in one pool of memory."""
+    """A recorder of CUDA graphs, all in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ class GraphRecorder:
         if not warm:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):  # loads the kernels, and makes the libraries' workspaces
+            with torch.cuda.stream(self._stream):  # loads kernels, allocates workspaces of libraries
                 run()
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()

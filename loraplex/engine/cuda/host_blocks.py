@@ -1,4 +1,4 @@
-"""Adapters' blocks in the host's memory: read there from their folders, copied to the device from there."""
+"""Adapters' blocks in host memory: read there from their folders, and copied to the device from there."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from loraplex.engine.cuda.host_memory import HostMemory
 
 
 class HostBlocks(Protocol):
-    """What lies where is decided elsewhere (`scheduling.adapter_table`)."""
+    """Blocks at places in host memory, which are decided elsewhere (`scheduling.adapter_table`)."""
 
     def read(self, spec: AdapterSpec, place: int) -> None:
-        """Fill the block at a byte of the host's memory; on a reader's thread."""
+        """Fill the block at a byte of host memory; called on a reader's thread."""
         ...
 
     def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
-        """Bytes [begin, end) of the block that was read to that place, in pieces to copy one by one."""
+        """Return bytes [begin, end) of the block that was read to a place, in pieces to copy one by one."""
         ...
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
-        """A block of its own for an adapter that is not kept; on a reader's thread."""
+        """Read an adapter that is not kept into a block of its own; called on a reader's thread."""
         ...
 
     def prepare(self) -> bool:
-        """Do a little ahead of the reads to come; False if nothing is left to do."""
+        """Do a part of the work ahead of later reads; return False if nothing is left to do."""
         ...
 
     def close(self, *, frees_memory: bool = True) -> None:
-        """Give the memory back, after the last copy; all but the memory if not `frees_memory`, as a read that
-        does not end may still write to it."""
+        """Free everything, after the last copy; all but the memory if not `frees_memory`, because a read that
+        hangs may still write to it."""
         ...
 
 
@@ -53,8 +53,8 @@ class HostPool:
         *,
         keep: ReadSlab | None = None,
     ) -> None:
-        """`keep`: instead of `read` for blocks that stay in the host's memory. `on_close`: what else there is
-        to let go of at the end."""
+        """`keep`: used instead of `read` for blocks that stay in host memory. `on_close`: called by
+        `close`."""
         self._shape = shape
         self._dtype = dtype
         self._memory = memory

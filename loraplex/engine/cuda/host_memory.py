@@ -1,8 +1,8 @@
-"""Memory of the host that a device copies adapters from, and CPU workers compute with.
+"""Host memory that a device copies adapters from, and CPU workers compute with.
 
-Its addresses are reserved at once; memory is taken and pinned piece by piece as it is used, as pinning is
-slow, and only from pinned memory does a copy run beside the steps at the full speed of the bus. A piece stays
-pinned.
+Its addresses are reserved at once. Memory is allocated and pinned piece by piece as it is used, because
+pinning is slow, and only copies from pinned memory run beside the steps at the full speed of the bus. A piece
+stays pinned.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _MAX_DEFAULT_BYTES: Final = 64 << 30
 _PIECE_BYTES: Final = 64 << 20
 _POPULATED_BYTES: Final = 8 << 20
 _MAX_POPULATING: Final = 8
-"""What one thread asks the system for at a time, and how many ask at once: pages that a virtual machine never
-used come slowly to one alone."""
+"""Most threads that allocate pages at once, `_POPULATED_BYTES` at a time each: one thread alone is slow to
+get pages that a virtual machine never used."""
 _PINNED_AHEAD_BYTES: Final = 1 << 30
-"""How much is pinned before it is used: half a second of adapters off a fast disk."""
+"""Bytes pinned before they are used: half a second of adapters from a fast disk."""
 
 
 def default_host_bytes() -> int:
-    """The budget for adapters in host memory where nothing is said of it, for all shards."""
+    """Return the default budget for adapters in host memory, for all shards together."""
     return int(min(available_bytes() * _DEFAULT_SHARE, _MAX_DEFAULT_BYTES))
 
 
 class HostMemory:
-    """Used from the top downwards (`scheduling.host_room`)."""
+    """Host memory of adapters, used from the top downwards (`scheduling.host_room`)."""
 
     def __init__(
         self, num_bytes: int, *, pinned: bool, shared: bool = False, piece_bytes: int = _PIECE_BYTES
@@ -66,9 +66,9 @@ class HostMemory:
             ) from error
         self._bytes = self._pages.memory
         self.address = self._bytes.data_ptr()
-        self._taken: set[int] = set()  # pieces
-        self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
-        self._is_exhausted = False  # when last pinned ahead, and nothing was taken since
+        self._taken: set[int] = set()  # pieces that are allocated
+        self._pinned: dict[int, bool] = {}  # by piece: whether pinning succeeded
+        self._is_exhausted = False  # when last pinned ahead; nothing was allocated since
         self._lock = threading.Lock()
         self._lowest = num_bytes
 
@@ -82,7 +82,8 @@ class HostMemory:
         return self._bytes[begin:end]
 
     def take(self, begin: int, end: int) -> torch.Tensor:
-        """Memory that is about to be filled; pinned by then. On any thread."""
+        """Return memory to fill, allocated and, where possible, pinned. May be called on any thread. Raises
+        CapacityError."""
         with self._lock:
             self._lowest = min(self._lowest, begin)
         for piece in range(begin // self._piece_bytes, -(-end // self._piece_bytes)):
@@ -90,14 +91,15 @@ class HostMemory:
         return self.span(begin, end)
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The stretch cut where pieces meet: one copy may not run across."""
+        """Yield the range cut at the borders of pieces, which one copy may not cross."""
         while begin < end:
             cut = min(end, (begin // self._piece_bytes + 1) * self._piece_bytes)
             yield begin, cut
             begin = cut
 
     def pin_ahead(self) -> bool:
-        """Pin one piece of those that will be used next; False if enough of them are, or none can be had."""
+        """Pin one of the pieces that will be used next; False if enough are pinned, or memory is
+        exhausted."""
         if not self._pins or self._is_exhausted:
             return False
         bottom = max(self._lowest - _PINNED_AHEAD_BYTES, 0)
@@ -112,18 +114,18 @@ class HostMemory:
         return False
 
     def close(self) -> None:
-        """After the last copy."""
+        """Unpin and free the memory; call it after the last copy."""
         with self._lock:
             try:
                 for piece in [piece for piece, pinned in self._pinned.items() if pinned]:
                     driver.unpin(self._piece(piece).data_ptr())
-            finally:  # a device that is broken unpins nothing
+            finally:  # also if the device is broken and unpins nothing
                 self._pinned.clear()
                 self._pages.close()
                 self._bytes = self._pages.memory = torch.empty(0, dtype=torch.uint8)
 
     def leave(self) -> None:
-        """Keep it mapped and pinned until the process ends, as a read may still write to it."""
+        """Keep it mapped and pinned until the process ends, because a read may still write to it."""
         _LEFT.append(self._pages)
 
     def _piece(self, piece: int) -> torch.Tensor:
@@ -144,7 +146,8 @@ class HostMemory:
                 logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
 
     def _allocate(self, begin: int, num_bytes: int) -> None:
-        """All of it now: a page that is not to be had later would kill whoever touches it."""
+        """Allocate all pages now: if one were unavailable later, touching it would kill the process. Raises
+        CapacityError."""
         try:
             if num_bytes > available_bytes():
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -157,20 +160,20 @@ class HostMemory:
 
 
 class _Pages(Protocol):
-    """Addresses; memory behind them as it is allocated."""
+    """Reserved addresses, backed by memory where it was allocated."""
 
     memory: torch.Tensor
 
     def allocate(self, begin: int, num_bytes: int) -> None:
-        """OSError if it is not to be had."""
+        """Allocate a range. Raises OSError if there is no memory."""
         ...
 
     def close(self) -> None: ...
 
 
 _LEFT: Final[list[_Pages]] = []
-"""Leaked deliberately: a thread that hangs in a read cannot be ended, and nobody is left to unpin the memory
-when it returns. Pages that are unmapped but not unpinned would fail whoever is given their addresses next."""
+"""Memory leaked deliberately: a thread that hangs in a read cannot be ended, and nothing is left to unpin the
+memory when it returns. Pages unmapped while pinned would break the next mapping at their addresses."""
 
 
 class _SharedPages:
@@ -194,15 +197,15 @@ class _SharedPages:
 
 
 class _LargePages:
-    """Memory of this process, in large pages where the system has them: those are taken and pinned several
+    """Memory of this process, in large pages where the system has them: they are allocated and pinned several
     times as fast."""
 
     def __init__(self, num_bytes: int) -> None:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         with suppress(OSError):  # a system without large pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-        # A copy of this process would share its pages until one of both writes there, and then they are not
-        # those any more that the device reads.
+        # A forked process would share the pages until one of the two writes to them; then they may no longer
+        # be the pages that the device reads.
         pages.madvise(mmap.MADV_DONTFORK)
         self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         self._helpers = HelperThreads(min(os.cpu_count() or 1, _MAX_POPULATING))
@@ -217,17 +220,17 @@ class _LargePages:
             part.result()
 
     def close(self) -> None:
-        """The memory goes with the last tensor over it."""
+        """End the helper threads; the memory is unmapped with the last tensor over it."""
         self._helpers.shutdown()
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Have the system give the pages now. By ctypes, which lets other threads run meanwhile; `mmap.madvise`
-    holds the interpreter's lock, and every stream would wait."""
+    """Make the system allocate the pages now. By ctypes, which lets other threads run meanwhile;
+    `mmap.madvise` holds the interpreter's lock, and every stream would wait."""
     if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE) == 0:
         return
     error = ctypes.get_errno()
-    if error != errno.EINVAL:  # older systems cannot; pages come as they are touched
+    if error != errno.EINVAL:  # older systems cannot; pages are allocated when touched
         raise OSError(error, os.strerror(error))
 
 

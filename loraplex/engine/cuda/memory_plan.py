@@ -1,4 +1,4 @@
-"""How the memory of a CUDA device is divided."""
+"""Plans how the memory of a CUDA device is divided."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.options import CudaOptions
 
 _RESERVE_BYTES: Final = 4 << 30
-"""Left for activations, graphs and libraries."""
+"""Bytes left for activations, graphs and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Pages of the arena, and the longest context they and the model allow."""
+    """The number of pages in the arena, and the longest context that they and the model allow."""
 
     num_pages: int
     max_model_len: int
@@ -27,11 +27,12 @@ class MemoryPlan:
 def plan_memory(
     options: CudaOptions, shape: ModelShape, device: torch.device, coming_bytes: int = 0
 ) -> MemoryPlan:
-    """`coming_bytes`: what will be put on the device beside the arena."""
+    """Plan the arena. `coming_bytes`: bytes that will be put on the device beside it. Raises CapacityError or
+    ModelError."""
     arena_bytes = options.arena_bytes
     if arena_bytes is None:
         arena_bytes = max(_free_bytes(device, options.memory_fraction) - coming_bytes, 0)
-    # One page is the device's own, for padding.
+    # One page is for padding (`device_arena`).
     num_pages = arena_bytes // page_bytes(shape, options.block_size, options.dtype) - 1
     if num_pages < 2:
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""What a user may choose of the engine of a CUDA device."""
+"""Options of the engine of a CUDA device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ MAX_STEP_TOKENS: Final = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaOptions:
-    """`memory_fraction`: of the device's memory, for all that the engine holds;
-    `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
-    adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `cpu_workers`:
-    processes that compute LoRA for adapters on their way; None: as many as the machine has cores for, where
-    the policy uses them.
+    """Options of one device.
+
+    `memory_fraction`: share of the device's memory for everything that the engine holds; `arena_bytes`:
+    instead of it, bytes for KV blocks and adapters together. `host_bytes`: the budget for adapters in host
+    memory. `cold_start`: the policy for requests whose adapter is not on the device. `cpu_workers`: number of
+    processes that compute LoRA for adapters being copied; None: by the machine's cores, where the policy uses
+    workers.
+
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
-    two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate."""
+    two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     memory_fraction: float = DEFAULT_MEMORY_FRACTION

@@ -1,8 +1,8 @@
 """Adapters padded to the largest rank of their batch, as engines do that keep them in slots of one size.
 
 For comparison only. An adapter is kept in several copies, one for every power of two from its own rank up to
-a limit, filled up with zeros; a batch reads from all its adapters the copies for its largest rank. So what a
-batch reads is what padding makes it read, by the same kernels that read no more than an adapter has.
+a limit, filled up with zeros; a batch reads from all its adapters the copies for its largest rank. So a batch
+reads as much as with padding, by the same kernels that otherwise read only an adapter's own rank.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ALIGNMENT: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """`max_rank`: the largest an adapter may have, a power of two."""
+    """The layout of padded adapters. `max_rank`: the largest rank an adapter may have, a power of two."""
 
     shape: ModelShape
     dtype: torch.dtype
     max_rank: int
 
     def offsets(self, spec: AdapterSpec) -> dict[int, int]:
-        """Rank -> first byte of the copy for it, in an adapter's block."""
+        """Return rank -> first byte of the copy padded to it, in an adapter's block."""
         offsets, cursor = {}, 0
         for rank, copy in self._copies(spec):
             offsets[rank] = cursor
@@ -43,14 +43,14 @@ class Padding:
         return offsets
 
     def num_bytes(self, spec: AdapterSpec) -> int:
-        """Of all copies. Raises CapacityError for an adapter above the limit."""
+        """Return the bytes of all copies. Raises CapacityError for an adapter above the limit."""
         if spec.max_rank > self.max_rank:
             raise CapacityError(f"the adapter has rank {spec.max_rank}, ranks are padded to {self.max_rank}")
         last = max(self.offsets(spec).items())
         return last[1] + self._block_bytes(_with_rank(spec, last[0]))
 
     def block(self, spec: AdapterSpec, plain: torch.Tensor) -> torch.Tensor:
-        """All copies of an adapter whose block this is."""
+        """Return all copies of an adapter, made from its block without padding."""
         block = torch.zeros(self.num_bytes(spec), dtype=torch.uint8)
         header, layout = table_bytes(self.shape), slab_layout(spec, self.shape)
         source = plain[header:].view(self.dtype)
@@ -107,7 +107,7 @@ def _with_rank(spec: AdapterSpec, rank: int) -> AdapterSpec:
 def _copy_slab(
     source: torch.Tensor, source_layout: SlabLayout, target: torch.Tensor, target_layout: SlabLayout
 ) -> None:
-    """The rows an adapter has, to the beginning of those that the padded one has."""
+    """Copy an adapter's rows to the beginning of the padded one's rows."""
     for here, there in zip(_slots(source_layout), _slots(target_layout), strict=True):
         rank = here.lora.rank
         for size, start, new_start in (

@@ -2,9 +2,9 @@
 
 A graph is captured over the views of one block, and replayed after the next step's block was copied into
 it; a step that runs without a graph gets a block of its own size. Rows beyond those of the step are padding:
-they read and write the scratch block and the scratch seat, have no context and no adapter, and what comes
-of them is not looked at. Padding decodes and spans have no context, and padding logit rows, which stand for
-the first row, have the scratch seat.
+they read and write the scratch block and the scratch seat, have no context and no adapter, and their results
+are ignored. Padding decodes and spans have no context, and padding logit rows, which refer to the first row,
+have the scratch seat.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from loraplex.kernels.triton.fetch import fetch
 from loraplex.kernels.triton.gate import Gate
 
 SCRATCH_SEAT = 0
-"""Where padding rows leave their tokens."""
+"""Seat that the tokens of padding rows are written to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
-    """How many of each a block has room for: rows, decoding rows, spans of other rows, the width of both
-    block tables, logit rows, the LoRA tiles of the decoding rows and of the spans, places where the step may
-    wait for weights, none if it has no spans, and spans that CPU workers assist with
-    (`kernels.triton.assist`)."""
+    """Capacity of a block: rows, decoding rows, spans of other rows, the width of both block tables, logit
+    rows, the LoRA tiles of the decoding rows and of the spans, gates where the step may wait for weights
+    (none if it has no spans), and spans that CPU workers assist with (`kernels.triton.assist`)."""
 
     rows: int
     decodes: int
@@ -74,8 +73,8 @@ class StepSizes:
         }
 
     def covers(self, other: StepSizes) -> bool:
-        """Tell whether a step of the other sizes fits in, the rest being padding. Steps with prompts and
-        those without run other kernels."""
+        """Return whether a step of the other sizes fits, with padding for the rest. A step without prompts
+        never fits one with prompts, nor the reverse: they run different kernels."""
         if (self.spans == 0) != (other.spans == 0):
             return False
         return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
@@ -86,7 +85,7 @@ class StepSizes:
 
 
 class HostBlock:
-    """A step's block while it is filled. Pinned memory: the device fetches it."""
+    """A step's block while it is filled, in pinned memory that the device fetches."""
 
     def __init__(
         self,
@@ -95,13 +94,13 @@ class HostBlock:
         pinned: bool,
         block_tables: Mapping[str, npt.NDArray[np.int64]] | None = None,
     ) -> None:
-        """`block_tables`: by field, and padding where there is none. They are nearly all of a block and grow
-        with context, so that each of their entries is written once."""
+        """`block_tables`: by field; other fields begin as padding. They are nearly all of a block and grow
+        with context, so each of their entries is written only once."""
         self.tensor = torch.empty(sizes.num_integers, dtype=torch.int64, pin_memory=pinned)
         self._views = _split(self.tensor.numpy(), sizes)
         tables = block_tables or {}
         for field, view in self._views.items():
-            # By numpy: torch would wake its threads for a megabyte, which takes longer than the writing.
+            # By numpy: torch would wake its threads for a megabyte, which takes longer than writing it.
             if field in tables:
                 _write_table(view, tables[field])
             else:
@@ -111,7 +110,7 @@ class HostBlock:
         self._views["logit_seats"][:] = SCRATCH_SEAT
 
     def __setitem__(self, field: str, values: npt.ArrayLike) -> None:
-        """Write the first entries of a field; what is behind them stays padding."""
+        """Write the first entries of a field; the rest stays padding."""
         array = np.asarray(values, dtype=np.int64)
         if array.size > 0:
             view = self._views[field]
@@ -139,11 +138,12 @@ class DeviceBlock:
         return self._views[field]
 
     def upload(self, host: HostBlock) -> None:
-        """The host's block has to be kept until that is done."""
+        """Fetch the host's block, which must be kept until that is done."""
         fetch(self.tensor, host.tensor)
 
     def gate(self, ticket_1: torch.Tensor) -> Gate | None:
-        """Where the step waits for copies; `ticket_1` is the last one that is complete."""
+        """Return the gate at which the step waits for copies; None for a step without prompts. `ticket_1`:
+        the number of the last complete copy."""
         return Gate(ticket_1=ticket_1, wanted_G=self["wanted_copies"]) if self.sizes.gates > 0 else None
 
     def batch(
@@ -153,7 +153,7 @@ class DeviceBlock:
         lora: tuple[Any, ...],
         gate: Gate | None,
     ) -> KernelBatch:
-        """The kernels' view of the block; the tokens were picked by the caller."""
+        """Return the kernels' view of the block. `token_ids_T`: the tokens, picked by the caller."""
         return KernelBatch(
             token_ids_T=token_ids_T,
             positions_T=self["positions"],

@@ -1,4 +1,4 @@
-"""A step's LoRA work, in two parts: decoding rows are bound by reading weights, prompts by arithmetic."""
+"""LoRA work of a step, in two parts: decoding rows are bound by reading weights, prompts by arithmetic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loraplex.kernels.triton.lora_step import LoraScratch, LoraStep, cut_tiles, 
 from loraplex.kernels.triton.triton_kernels import StepSegments
 
 _ROWS_TO_SHARE: Final = 2.5
-"""From so many rows for each adapter on, reading its weights once for several pays."""
+"""Mean number of rows per adapter from which it pays to read its weights once for several rows."""
 _SPAN_LAUNCH: Final = BlocksLaunch()
 SPAN_TILE_ROWS: Final = _SPAN_LAUNCH.block_m
 
@@ -40,7 +40,8 @@ class StepLora:
     def steps(
         self, shape: ModelShape, block: DeviceBlock, scratch: StepScratch | None = None
     ) -> tuple[LoraStep, ...]:
-        """What the kernels take, over the tiles of a block on the device. `scratch`: if not of its own."""
+        """Return the kernels' LoRA steps over the tiles of a block on the device. `scratch`: memory shared
+        with other steps; None to allocate it."""
         if not self.groups:
             return ()
         sizes = block.sizes
@@ -74,7 +75,7 @@ class StepLora:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepScratch:
-    """Memory of both parts that steps up to some size use one after the other."""
+    """Scratch memory of both parts, shared by steps up to some size that run one after the other."""
 
     decodes: LoraScratch
     spans: LoraScratch
@@ -100,20 +101,20 @@ class StepScratch:
 
 
 def to_device(integers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Without waiting for anything launched before."""
+    """Copy integers to the device without waiting for anything launched before."""
     host = torch.tensor(integers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def split_segments(batch: KernelBatch, *, may_share: bool = True) -> StepLora:
-    """A step's segments, which begin with those of the decoding rows, cut into tiles. Not `may_share`:
-    decoding rows are computed one by one, whether they share adapters or not."""
+    """Cut a step's segments, which begin with those of the decoding rows, into tiles. Without `may_share`
+    decoding rows are computed one by one, even if they share adapters."""
     segments: StepSegments | None = batch.lora
     if segments is None:
         return no_tiles(frozenset(), shares=False)
     decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
     lengths = segments.spans_N2[decodes, 1]
-    # With prompts in the step it is not worth a graph of its own.
+    # Only without prompts: with them, sharing is not worth a graph of its own.
     pays = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= _ROWS_TO_SHARE)
     shares = may_share and pays
     return StepLora(
@@ -127,7 +128,7 @@ def split_segments(batch: KernelBatch, *, may_share: bool = True) -> StepLora:
 
 
 def no_tiles(groups: frozenset[str], *, shares: bool) -> StepLora:
-    """The work of a step that only has to be captured."""
+    """Return LoRA work without tiles: of a step without adapters, or one that is only captured."""
     none = np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=np.int64)
     return StepLora(decode_tiles=none, span_tiles=none, groups=groups, shares=shares)
 

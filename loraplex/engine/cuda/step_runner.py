@@ -1,10 +1,10 @@
-"""Runs steps on the device as captured graphs, so that a step costs the host next to nothing.
+"""Runs steps on the device as captured graphs, so that a step takes almost no time of the host.
 
 A step replays the graph that was captured for its sizes and the groups of linears that its adapters touch, or
 one that covers them (`graph_queue`); which adapters those are, and their ranks, is data. Graphs are captured
-before requests come and while there are none, never within a step. All graphs share one memory pool and one
-set of buffers, as they never run at the same time. Steps too large for a graph, those that no graph covers
-yet, and those that score prompts run kernel by kernel; so do all where kernels are interpreted.
+before the first request and while the engine is idle, never within a step. All graphs share one memory pool
+and one set of buffers, because they never run at the same time. Steps too large for a graph, those that no
+graph covers yet, and those that score prompts run kernel by kernel; so do all where kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """On the device: logits of the logit rows, (token, finite) of the greedy choice, and final states if the
-    step ran without a graph. A graph's tensors are written again by the next one.
+    """Results on the device: logits of the logit rows, (token, finite) of the greedy choice, and final states
+    if the step ran without a graph. A graph's tensors are overwritten by the next one.
 
-    `host_block`: on the host, to be kept until the step is over, as nobody else does.
+    `host_block`: on the host; the caller must keep it until the step is over, because nothing else does.
     """
 
     host_block: HostBlock
@@ -57,7 +57,7 @@ class _Graph:
 
 
 class _SharedBuffers:
-    """Memory outside the graphs' own pool that they read or write, as large as the largest needs it."""
+    """Memory outside the graphs' own pool that they read or write, large enough for the largest graph."""
 
     def __init__(self, decoder: Decoder, max_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = decoder.config.shape
@@ -75,7 +75,8 @@ class _SharedBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSeats:
-    """By row: whether it starts from its seat's token, and the seat. By logit row: the seat."""
+    """For each row, whether its token is the one in its seat, and the seat; for each logit row, the seat that
+    its token is written to."""
 
     follows: Sequence[bool]
     rows: Sequence[int]
@@ -98,8 +99,8 @@ class StepRunner:
         recorder: Recorder | None,
         assist: CpuAssist | None = None,
     ) -> None:
-        """`ticket_1`: the last copy to the device that is complete. `recorder`: None to run all steps kernel
-        by kernel. `assist`: CPU workers, if there are any."""
+        """`ticket_1`: number of the last complete copy to the device. `recorder`: None to run all steps
+        kernel by kernel. `assist`: CPU workers, if there are any."""
         self._decoder = decoder
         self._num_layers = decoder.config.shape.num_layers
         self._caches = caches
@@ -126,8 +127,9 @@ class StepRunner:
         wanted_copies: npt.NDArray[np.int64] | None = None,
         assisted: AssistedTasks | None = None,
     ) -> StepOutput:
-        """Launch a step behind those launched before. `wanted_copies`: those that it waits for, by place
-        (`kernels.triton.gate`); only of steps with prompts. `assisted`: tasks of CPU workers for it."""
+        """Launch a step after those launched before. `wanted_copies`: numbers of the copies that it waits
+        for, by place (`kernels.triton.gate`); only for steps with prompts. `assisted`: tasks that were
+        submitted to CPU workers for it."""
         lora = split_segments(built.batch)
         num_assisted = 0 if assisted is None else len(assisted.spans)
         sizes = None
@@ -155,16 +157,16 @@ class StepRunner:
         )
 
     def expect(self, groups: frozenset[str]) -> None:
-        """Steps will come whose adapters touch these groups of linears."""
+        """Announce steps whose adapters touch these groups of linears."""
         self._graphs.expect(groups)
 
     @property
     def num_required(self) -> int:
-        """Graphs that are still to be captured before every step that is expected has one to replay."""
+        """Number of graphs still to be captured before every expected step has one to replay."""
         return 0 if self._recorder is None else self._graphs.num_required
 
     def prepare(self) -> bool:
-        """Capture one graph, the most useful of those missing; False if none is left."""
+        """Capture one graph, the most useful of those missing; return False if none is left."""
         key = None if self._recorder is None else self._graphs.next()
         if key is None:
             return False
@@ -211,7 +213,7 @@ class StepRunner:
     def _forward(
         self, block: DeviceBlock, lora: tuple[LoraStep | AssistedStep, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final states and logits."""
+        """Launch the model; return final states and logits."""
         token_ids_T = pick_tokens(
             block["token_ids"], block["follows"], block["token_seats"], self.last_tokens
         )
@@ -240,7 +242,7 @@ class StepRunner:
         logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
 
         def run() -> None:
-            # Copied: a result that the graph kept in the pool would keep its memory from all other graphs.
+            # Copied: the pool's memory that holds a graph's result could not be used by other graphs.
             logits_LV.copy_(self._forward(block, steps)[1])
             self._choose_greedily(block, logits_LV, tokens_L2)
 
@@ -292,8 +294,8 @@ class StepRunner:
 
 
 def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
-    """All that decides which kernels a graph launches. A capture cannot load a kernel: if all of its traits
-    were launched before, in whatever graphs, there is none to load. The libraries choose theirs by rows."""
+    """Yield all that decides which kernels a graph launches. A capture cannot load a kernel: if all of its
+    traits were launched before, by any graphs, there is none to load. Libraries choose kernels by rows."""
     sizes = key.sizes
     yield "rows", sizes.rows
     yield "logits", sizes.logits
@@ -305,7 +307,8 @@ def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Or was caused by it: what ends a capture that failed may fail too."""
+    """Return whether the error is an OutOfMemoryError, or was raised while one was handled: what ends a
+    failed capture may fail too."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return error is not None

@@ -1,12 +1,12 @@
-"""How large a step is, and the sizes of the graph that takes it.
+"""The sizes of steps, and of the graphs that they replay.
 
 Few sizes mean few graphs; fine ones mean little padding. Rows cost arithmetic, so they are rounded finely;
-padding decodes, spans and tiles cost programs that leave at once, so they are rounded coarsely. Leaving takes
-time as well: decodes are padded to twice as many at the most.
+padding decodes, spans and tiles cost programs that return at once, so they are rounded coarsely. Even those
+take time: decodes are padded to at most twice as many, or to 32 beside prompts.
 
 A few of the sizes cover all others (`coarse_graph_sizes`): an engine is ready when it has those, and captures
 the others while it is idle. Still fewer cover them with more padding (`fewest_graph_sizes`); those are for
-steps that nobody has announced.
+steps that were not announced.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from loraplex.perf.assist_split import MAX_SPANS
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""
 COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Those of them that an engine starts with."""
+"""The `DECODE_ROWS` that are captured before an engine is ready."""
 FEWEST_DECODE_ROWS: Final = (8, 16, 32, 64, 128, 256)
-"""Those of graphs for what may come and is not known yet."""
+"""The `DECODE_ROWS` of graphs for adapters and contexts that are not known yet."""
 MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 """Rows of graphs with prompts. Larger steps compute for longer than it takes to launch them kernel by kernel,
 which needs no padding."""
 FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, 1024)
-"""Those of graphs for what may come and is not known yet."""
+"""The `MIXED_ROWS` of graphs for adapters and contexts that are not known yet."""
 COARSE_ABOVE: Final = 640
-"""Graphs with more rows are for many prompts or long ones, whatever else is in the step."""
+"""Rows above which an engine starts with one graph each, for the most decodes and spans."""
 MIXED_DECODES: Final = (32, 64, 128, 256)
 MIXED_SPANS: Final = (4, 32)
 NARROW_TABLE: Final = 512
-"""Blocks of a sequence up to which a step has narrow block tables: wide ones are megabytes to fill and copy,
-and few sequences need them."""
+"""Width of narrow block tables, in blocks of a sequence: wide ones are megabytes to fill and copy, and few
+sequences need them."""
 
 
 def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int, num_assisted: int) -> StepSizes | None:
@@ -62,8 +62,8 @@ def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int, num_assiste
 
 
 def coarse_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) -> list[StepSizes]:
-    """Some of `all_graph_sizes`, or the like with wide tables: whatever graph a step asks for, one of these
-    covers it. The largest first."""
+    """Return some of `all_graph_sizes`, or the same with wide tables, such that one of them covers whatever
+    graph a step asks for; the largest first."""
     table_width = max_blocks if wide else min(NARROW_TABLE, max_blocks)
     mixed = [
         mixed_sizes(rows, decodes, spans, table_width, num_layers)
@@ -74,8 +74,8 @@ def coarse_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) 
 
 
 def fewest_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) -> list[StepSizes]:
-    """Some of `coarse_graph_sizes`: as few as cover them all without padding a step to more than twice its
-    rows, but for the smallest."""
+    """Return as few of `coarse_graph_sizes` as cover them all without padding a step to more than twice its
+    rows, except for the smallest."""
     table_width = max_blocks if wide else min(NARROW_TABLE, max_blocks)
     mixed = [
         mixed_sizes(rows, _decodes_within(rows)[-1], MIXED_SPANS[-1], table_width, num_layers)
@@ -107,22 +107,22 @@ def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
 
 
 def _coarse_within(rows: int) -> list[tuple[int, int]]:
-    """Decodes and spans of the graphs with so many rows that an engine starts with."""
+    """Return (decodes, spans) of the graphs with this many rows that an engine starts with."""
     decodes = _decodes_within(rows)
     most = decodes[-1], MIXED_SPANS[-1]
-    # What padding costs is little beside many rows; and where there are few, few prompts came.
+    # Beside many rows padding costs little; steps with few rows have few prompts as a rule.
     return [most] if rows > COARSE_ABOVE else [*((count, MIXED_SPANS[0]) for count in decodes), most]
 
 
 def _decodes_within(rows: int) -> list[int]:
-    """Sizes for the decodes of a step with so many rows."""
+    """Return the sizes for the decodes of a step with this many rows."""
     return [
         decodes for fewer, decodes in zip((0, *MIXED_DECODES), MIXED_DECODES, strict=False) if fewer < rows
     ]
 
 
 def decode_sizes(rows: int, table_width: int) -> StepSizes:
-    """Sizes of a graph in which every row decodes."""
+    """Return the sizes of a graph in which every row decodes."""
     return StepSizes(
         rows=rows,
         decodes=rows,
@@ -153,7 +153,7 @@ def mixed_sizes(
 
 
 def exact_sizes(built: BuiltBatch, lora: StepLora, num_layers: int, num_assisted: int) -> StepSizes:
-    """Return the sizes of a step without padding, but for the spans that CPU workers assist with."""
+    """Return the sizes of a step without padding, except for the spans that CPU workers assist with."""
     batch = built.batch
     return StepSizes(
         rows=batch.token_ids_T.shape[0],

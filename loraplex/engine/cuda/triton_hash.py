@@ -1,7 +1,7 @@
-"""Triton's hash of itself, which is a part of the key of every kernel that it keeps on disk.
+"""Triton's hash of itself, which is part of the key of every kernel in its cache on disk.
 
-Triton hashes its own files for it, half a gigabyte, and keeps the result for as long as the process lives.
-Threads that come to need it at the same time would all compute it.
+Triton hashes its own files for it, half a gigabyte, and caches the result in the process. Threads that need
+it at the same time would all compute it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _lock = threading.Lock()
 
 
 def hash_triton() -> None:
-    """Have it computed, or wait for the thread that does so. Imports Triton; nothing if that is not here."""
+    """Compute it, or wait for the thread that does. Imports Triton; does nothing if it is not installed."""
     try:
         from triton.runtime.cache import triton_key
     except ImportError:

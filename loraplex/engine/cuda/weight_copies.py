@@ -1,9 +1,8 @@
 """Copies a checkpoint's weights to a device through pinned memory.
 
-Copied straight from a mapped file, by one thread, they come at a fraction of the speed of the bus. Here every
-thread reads a chunk into pinned memory while the device fetches the one before. Files are read and not looked
-at through their mapping: every page of that is a fault, which all threads of a process get in each other's
-way with.
+One thread that copies from a mapped file reaches a fraction of the speed of the bus. Here every thread reads
+a chunk into pinned memory while the device fetches the one before. Files are read, not accessed through their
+mapping: every page of it is a page fault, for which all threads of a process compete.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _CHUNK_BYTES: Final = 8 << 20
 
 
 class WeightCopies:
-    """Called with a tensor of a file, returns it on the device and in the type given; by many threads at
-    a time, each of which must be about that device already (`use_device`)."""
+    """A function that returns a file's tensor on the device, in the given dtype. Many threads may call it at
+    a time; each must have called `use_device`."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._device = device
@@ -40,7 +39,7 @@ class WeightCopies:
             self._of_thread.chunks = [_Chunk(self._chunk_bytes, self._device) for _ in range(2)]
         stream: SideStream = self._of_thread.stream
         chunks: list[_Chunk] = self._of_thread.chunks
-        # Bytes can be read as they are if the device has them in the same type.
+        # Bytes can be read unchanged if the dtype stays the same.
         offset = stored.offset if source.dtype == self._dtype else None
         row_elements = source.shape[-1]
         source_rows, target_rows = source.view(-1, row_elements), target.view(-1, row_elements)
@@ -64,7 +63,7 @@ class WeightCopies:
 
 
 class _Chunk:
-    """Pinned memory, and when the device has fetched what is in it."""
+    """Pinned memory, and the moment at which the device has fetched its contents."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

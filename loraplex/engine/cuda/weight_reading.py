@@ -1,4 +1,4 @@
-"""Reads a checkpoint's weights onto a device in threads, beside whatever else a start has to do."""
+"""Reads a checkpoint's weights onto a device in threads, beside the rest of the start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPORT_S: Final = 0.1
 
 
 class WeightReading:
-    """Reads a shard from when it is made. `finish` waits for it."""
+    """A read of a shard's weights, which starts when it is constructed. `finish` waits for it."""
 
     def __init__(
         self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
@@ -43,7 +43,7 @@ class WeightReading:
         )
 
     def finish(self, report: Progress) -> ModelWeights:
-        """Return the weights when all of them are there. Raises what reading them raised."""
+        """Wait for the weights and return them. Raises what reading them raised."""
         while not wait([self._loaded], _REPORT_S).done:
             report("reading weights", self._fraction)
         weights = self._loaded.result()
@@ -51,7 +51,7 @@ class WeightReading:
         return weights
 
     def close(self) -> None:
-        """Read nothing more; what has begun ends by itself."""
+        """Cancel what has not begun; does not wait for the rest."""
         self._copying.shutdown(wait=False, cancel_futures=True)
         self._leading.shutdown(wait=False, cancel_futures=True)
 

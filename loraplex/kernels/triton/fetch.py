@@ -1,6 +1,6 @@
-"""Numbers fetched from the host's memory by a kernel.
+"""Fetches numbers from host memory by a kernel.
 
-The device's copy engine does one copy after the other, and may be busy with adapters for a while.
+The device's copy engine executes one copy after the other, and may be busy with adapters for a while.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -25,7 +25,8 @@ def _fetch(target, source, count, BLOCK: tl.constexpr):
 
 
 def fetch(target: torch.Tensor, pinned: torch.Tensor) -> None:
-    """Both contiguous and of one type. The pinned memory has to stay as it is until the kernel has run:
-    unlike a copy, it is nothing that torch's allocator knows of."""
+    """Copy pinned memory to the device; both must be contiguous and of one dtype. The caller must keep the
+    pinned memory unchanged until the kernel has run: torch's allocator does not track this use, as it does
+    for a copy."""
     count = target.numel()
     _fetch[(triton.cdiv(count, _BLOCK),)](target, pinned, count, BLOCK=_BLOCK)

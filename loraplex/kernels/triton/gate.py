@@ -1,4 +1,4 @@
-"""Waiting on the device for weights that are still being copied to it."""
+"""Waits on the device for weights that are still being copied to it."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
 
@@ -24,21 +24,21 @@ def _wait(ticket, wanted, place):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """`ticket_1`: the number of the last copy that is complete; copies are numbered in their order.
-    `wanted_G`: the copy that brings the last of what the step needs: of adapters' tables, then of each layer;
-    0 for none.
+    """Waits for copies. `ticket_1`: the number of the last complete copy; copies are numbered in order.
+    `wanted_G`: number of the copy after which the step has the adapters' tables, then of the copy after which
+    it has each layer; 0 for none.
 
-    Only for copies that were launched before the step: then it cannot wait for ever. One thread looks, and
-    copies need none, so nothing stands in their way.
+    Only for copies that were launched before the step, so that it cannot wait for ever. One program polls,
+    and copies need no multiprocessor, so it does not hold them up.
     """
 
     ticket_1: torch.Tensor
     wanted_G: torch.Tensor
 
     def await_tables(self) -> None:
-        """What is launched on this stream from now on has the adapters' tables."""
+        """Make everything launched on this stream from now on wait for the adapters' tables."""
         _wait[(1,)](self.ticket_1, self.wanted_G, 0)
 
     def await_layer(self, layer: int) -> None:
-        """The same of a layer's weights."""
+        """Make everything launched on this stream from now on wait for a layer's weights."""
         _wait[(1,)](self.ticket_1, self.wanted_G, 1 + layer)

@@ -1,8 +1,8 @@
 """LoRA for rows that share adapters, above all those of prompts, in tensor-core tiles.
 
-Segments are cut into tiles of at most BLOCK_M rows (`lora_step.cut_tiles`); a tile is to these kernels
-what a segment is to those of `lora_rows`, and the weights that tiles of one adapter share come from the
-cache. Same grids, same layout of h.
+Segments are cut into tiles of at most BLOCK_M rows (`lora_step.cut_tiles`), one for each program where
+`lora_rows` has a segment; tiles of one adapter find its weights in the cache. Grids and layout of h are those
+of `lora_rows`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -45,7 +45,7 @@ class BlocksLaunch:
 
     @classmethod
     def for_decode(cls) -> BlocksLaunch:
-        """Few rows for each adapter: small tiles, fine enough to fill the device."""
+        """Return sizes for few rows per adapter: small tiles, enough of them to fill the device."""
         return cls(
             block_m=16,
             shrink_block_r=16,
@@ -143,7 +143,7 @@ def shrink_blocks(
     num_modules: int,
     launch: BlocksLaunch,
 ) -> None:
-    """h = x A^T for every tile, one partial sum for each part of the inputs."""
+    """Compute h = x A^T for every tile, one partial sum for each part of the inputs."""
     in_features = x_TI.shape[1]
     split_in = triton.cdiv(in_features, launch.shrink_splits * launch.shrink_block_k) * launch.shrink_block_k
     _shrink_blocks[(tiles_N2.shape[0], launch.rank_programs, launch.shrink_splits)](
@@ -164,7 +164,8 @@ def expand_blocks(
     out_features: tuple[int, ...],
     launch: BlocksLaunch,
 ) -> None:
-    """y += scale * h B^T for every tile; `out_features` of the group's modules, in stacking order."""
+    """Compute y += scale * h B^T for every tile. `out_features`: those of the group's modules, in stacking
+    order."""
     out0, out1, out2 = (*out_features, 0, 0)[:3]
     blocks = sum(triton.cdiv(out, launch.expand_block_n) for out in out_features)
     _expand_blocks[(tiles_N2.shape[0], blocks)](

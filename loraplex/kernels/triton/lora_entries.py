@@ -85,7 +85,7 @@ def module_of_block(block, OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.cons
     before = tl.where(module == 0, 0, tl.where(module == 1, blocks0, blocks0 + blocks1))
     out = tl.where(module == 0, OUT0, tl.where(module == 1, OUT1, OUT2))
     out_start = tl.where(module == 0, 0, tl.where(module == 1, OUT0, OUT0 + OUT1))
-    if (OUT0 | OUT1 | OUT2) % 8 == 0:  # known of each, but lost by selecting between them
+    if (OUT0 | OUT1 | OUT2) % 8 == 0:  # the compiler knows it of each, but not of the selected one
         out = tl.multiple_of(out, 8)
         out_start = tl.multiple_of(out_start, 8)
     return module, block - before, out, out_start

@@ -1,9 +1,9 @@
-"""LoRA for decode: one row at a time, so all the time goes into reading weights.
+"""LoRA for decode: one row at a time, bound by reading weights.
 
-A program holds one block of weights in registers, asked for in one go: small blocks, many of them, keep
-enough bytes under way to fill the memory's bandwidth. Rows that share an adapter read the same weights at
-the same time, so all but the first find them in the cache; where many rows share one, `lora_blocks` reads
-them once for all.
+A program holds one block of weights in registers, loaded at once: many small blocks keep enough bytes in
+flight to use the memory's full bandwidth. Rows that share an adapter read the same weights at the same time,
+so all but the first find them in the cache; where many rows share one, `lora_blocks` reads them once for
+all.
 
     shrink   h[s, row, j] = sum over block s of the inputs of x[row, i] A[j, i]
              grid: rows x rank programs x blocks of inputs
@@ -40,7 +40,7 @@ _MIN_RANK_PROGRAMS: Final = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsLaunch:
-    """Block sizes of a launch: small blocks, many of them, so that their reads overlap."""
+    """Block sizes of a launch: many small blocks, so that their reads overlap."""
 
     shrink_block_r: int = 2
     shrink_block_k: int = 2048
@@ -53,8 +53,9 @@ class RowsLaunch:
 
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
-        """Few segments are cut finer, or they would not fill the device. Many fill it with few programs each,
-        and those beyond an adapter's rank would take longer to come and go than the others to read."""
+        """Return sizes for a number of segments. Few segments are cut finer, to fill the device. Many fill it
+        with few programs each; more would exceed an adapter's rank, and starting and ending those would take
+        longer than the others take to read."""
         if num_segments <= FEW_SEGMENTS:
             return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
         wanted = _SHRINK_PROGRAMS // num_segments
@@ -137,7 +138,7 @@ def shrink_rows(
     num_modules: int,
     launch: RowsLaunch,
 ) -> None:
-    """h = x A^T for segments of one row each, one partial sum for each block of the inputs."""
+    """Compute h = x A^T for segments of one row each, one partial sum for each block of the inputs."""
     in_features = x_TI.shape[1]
     splits = triton.cdiv(in_features, launch.shrink_block_k)
     _shrink_rows[(segments_N2.shape[0], launch.rank_programs, splits)](
@@ -158,7 +159,8 @@ def expand_rows(
     num_splits: int,
     launch: RowsLaunch,
 ) -> None:
-    """y += scale * h B^T for segments of one row; `out_features` of the group's modules, as stacked."""
+    """Compute y += scale * h B^T for segments of one row. `out_features`: those of the group's modules, in
+    stacking order."""
     out0, out1, out2 = (*out_features, 0, 0)[:3]
     blocks = sum(triton.cdiv(out, launch.expand_block_n) for out in out_features)
     _expand_rows[(segments_N2.shape[0], blocks)](
