@@ -57,9 +57,11 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 # pip compiles all modules on one core, a third of the install. Here all cores do, and leave out what nothing
 # in the tests imports, or what is compiled already (mypy); a module that cannot be compiled (a template, say) is
 # no error.
-NEVER_IMPORTED := /(tests?|fontTools|mypyc?|networkx|pip|setuptools|transformers/models/(?!auto|bloom|llama|mistral|qwen[23]/)[^/]+|$\
-	numpy/(distutils|f2py)|pygments/lexers|ray/(autoscaler|data|llm|rllib|serve|train|tune)|$\
-	sympy/(combinatorics|physics|stats)|torch/(_inductor|_vendor|testing))/
+NEVER_IMPORTED := /(tests?|test_utils|fontTools|graphql|mypyc?|networkx|pip|setuptools|werkzeug|$\
+	huggingface_hub/(cli|inference)|hypothesis/extra|numba/cuda|numpy/(distutils|f2py)|pydantic/v1|pygments/lexers|$\
+	ray/(air|autoscaler|dag|dashboard|data|llm|rllib|serve|train|tune)|schemathesis/cli|$\
+	sympy/(combinatorics|parsing|physics|stats|vector)|torch/(_inductor|_vendor|ao|onnx|testing)|torchgen/(api|packaged)|$\
+	transformers/(cli|exporters|pipelines|models/(?!auto|bloom|llama|mistral|qwen[23]/)[^/]+)|triton/experimental)/
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'

@@ -1,7 +1,10 @@
 """Being here puts this folder on the import path, so that tests of several packages share helpers."""
 
+import gc
 import os
+from collections.abc import Generator
 
+import pytest
 from hypothesis import settings
 
 # One thread: the models are tiny, and OpenMP threads that wait for each other on a busy machine are slow.
@@ -17,7 +20,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
-import torch
+# No garbage is collected while tests are collected: all that is made then stays, and looking through it again
+# and again takes a fifth of the time. It stays out of later collections too (`pytest_collection`).
+gc.disable()
+
+import torch  # noqa: E402
 
 # Without a device Triton kernels run in its interpreter, which must be known before triton is imported.
 if not torch.cuda.is_available():
@@ -28,3 +35,12 @@ if not torch.cuda.is_available():
 # Half of the usual number: the whole suite is to stay well below ten minutes on two cores.
 settings.register_profile("loraplex", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("loraplex")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
