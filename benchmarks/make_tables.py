@@ -34,6 +34,7 @@ from benchmarks import (
     http_tables,
     live_tables,
     load_tables,
+    policy_tables,
     set_tables,
     sources,
     twin_tables,
@@ -62,6 +63,7 @@ FRONT, KILLS, LIVE, VLLM = "fleet_front.json", "fleet_kills.json", "fleet_live.j
 VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
+POLICIES: Final = "policies.json"
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,11 @@ TABLES: Final[dict[str, Table]] = {
     "twin-engine-cpu": Table((TWIN_CPU,), twin_tables.engine_table),
     "twin-engine-cpu-machine": Table((TWIN_CPU,), twin_tables.engine_note),
     "twin-engine-cpu-pace": Table((TWIN_CPU,), twin_tables.pace_note),
+    "policies-loads": Table((POLICIES,), policy_tables.loads_table),
+    "policies-changes": Table((POLICIES,), policy_tables.changes_table),
+    "policies-ranges": Table((POLICIES,), policy_tables.ranges_table),
+    "policies-memory": Table((POLICIES,), policy_tables.memory_table),
+    "policies-note": Table((POLICIES,), policy_tables.note),
     "twin-profiles": Table((TWIN_CUDA, TWIN_CPU), twin_tables.profiles_table),
 }
 """Every table by its name. A new result file also needs a line in `benchmarks.sources`."""

@@ -138,6 +138,14 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "decisions": ("loraplex/fleet", "loraplex/perf/set_costs.py"),
         "*": _SIMULATED_FLEET,
     },
+    "policies.json": {
+        "*": (
+            *_BESIDE_TWIN,
+            _FLEET_TWIN,
+            "loraplex/workload",
+            *(f"benchmarks/policy_{name}.py" for name in ("loads", "queues", "twin", "victims")),
+        )
+    },
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
 }

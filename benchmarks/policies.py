@@ -1,0 +1,128 @@
+"""Other victims, queues and rules of admission than the shipped ones, in the twin of one GPU.
+
+    python -m benchmarks.policies --data FOLDER                 all workloads, some minutes
+    python -m benchmarks.policies zipf-100 conversations-100    these; the others keep their figures
+
+Writes results/policies.json. Each workload is drawn for three seeds and run by the engine's own scheduler on
+a virtual clock, with the costs of the profile `h200-llama-2-7b`: adapters of ranks 8 to 128 on all linears,
+device memory for a third of them beside KV blocks, host memory for half of them, files on disk. The load is
+70 to 90% of what the engine can do, which bursts exceed for a while. The candidates are in `policy_victims`
+and `policy_queues`; those that go by the lengths of answers know them exactly, which no engine does.
+
+`--data` is the folder of published traces (docs/workloads.md). Without it, workloads made from them are left
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from benchmarks import policy_queues as queues
+from benchmarks import policy_victims as victims
+from benchmarks.policy_loads import DURATION_S, LOADS, Load
+from benchmarks.policy_twin import SLO, Candidate, run
+from benchmarks.sources import fingerprints
+from loraplex.bench.environment import environment
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+
+RESULTS: Final = Path(__file__).parent / "results"
+FILE: Final = "policies.json"
+PROFILE: Final = "h200-llama-2-7b"
+SEEDS: Final = (0, 1, 2)
+OVERLOAD: Final = 2.5
+"""Times its rate, a workload shows what the engine can do."""
+
+SHIPPED: Final = Candidate(name="as shipped", kind="")
+CANDIDATES: Final = (
+    SHIPPED,
+    Candidate(name="LFU with aging", kind="victims", victims=victims.lfu),
+    Candidate(name="uses x reload seconds / bytes", kind="victims", victims=victims.cost),
+    Candidate(name="GDSF over adapters and blocks", kind="victims", victims=victims.gdsf),
+    Candidate(name="adapters with a host copy first", kind="victims", victims=victims.staged_first),
+    Candidate(
+        name="blocks of absent adapters first",
+        kind="victims",
+        victims=victims.absent_first,
+        needs_blocks=True,
+    ),
+    Candidate(
+        name="the same, adapters with blocks last", kind="victims", victims=victims.backed, needs_blocks=True
+    ),
+    Candidate(name="Chameleon's size classes", kind="queue", queue=queues.SizeClasses),
+    Candidate(name="smallest first with aging", kind="queue", queue=queues.ShortestRequest),
+    Candidate(name="resident adapters first", kind="queue", queue=queues.ResidentFirst),
+    Candidate(name="memory for the first chunk, as before", kind="admission", admission=queues.FirstChunk()),
+    Candidate(name="room to grow by a block as well", kind="admission", admission=queues.RoomToGrow()),
+    Candidate(name="memory for the whole answer as well", kind="admission", admission=queues.WholeAnswer()),
+)
+
+
+def measure(profile: CostModel, load: Load, data: Path | None) -> dict[str, Any]:
+    """Return the section of one workload."""
+    drawn = [load.draw(seed, 1.0, data) for seed in SEEDS]
+    has_blocks = drawn[0].prompts is not None
+    most = run(profile, load, load.draw(SEEDS[0], OVERLOAD, data), SHIPPED)["output_tok_s"]
+    offered = [sum(each.output_tokens for each in one.requests) / DURATION_S for one in drawn]
+    policies = {}
+    for candidate in CANDIDATES:
+        if candidate.needs_blocks and not has_blocks:
+            continue
+        figures = [run(profile, load, each, candidate) for each in drawn]
+        policies[candidate.name] = {"kind": candidate.kind, "figures": by_name(figures)}
+        print(f"{load.name}: {candidate.name}", file=sys.stderr, flush=True)
+    return {
+        "what": load.what,
+        "requests_per_s": fmean(len(each.requests) for each in drawn) / DURATION_S,
+        "share_of_capacity": fmean(offered) / most,
+        "capacity_tok_s": most,
+        "slo": SLO.in_words(),
+        "seeds": SEEDS,
+        "policies": policies,
+    }
+
+
+def by_name(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """Return each figure's mean and its value for every seed."""
+    return {
+        name: {
+            "mean": round(fmean(each[name] for each in runs), 6),
+            "runs": [round(each[name], 6) for each in runs],
+        }
+        for name in runs[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [load.name for load in LOADS]
+    parser.add_argument("loads", nargs="*", default=names, help=f"workloads: {', '.join(names)}")
+    parser.add_argument("--data", type=Path, help="folder of published traces")
+    parser.add_argument("--out", type=Path, default=RESULTS / FILE)
+    args = parser.parse_args()
+    if unknown := set(args.loads) - set(names):
+        parser.error(f"no workload {min(unknown)!r}; there are {', '.join(names)}")
+    profile = find_profile(Path(PROFILE))
+    assert isinstance(profile, CostModel)
+    result = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
+    for load in LOADS:
+        if load.name not in args.loads:
+            continue
+        if not load.is_here(args.data):
+            print(f"{load.name}: left out, as it needs --data with {load.file}", file=sys.stderr)
+            continue
+        about = environment(("loraplex", "numpy")) | {"sources": fingerprints(FILE), "profile": PROFILE}
+        result[load.name] = about | measure(profile, load, args.data)
+        in_order = {name: result[name] for name in names if name in result}
+        args.out.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The tables of `results/policies.json`: victims, queues and rules of admission in the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from benchmarks.markdown import Result, TableError, span, table
+
+_SHIPPED: Final = "as shipped"
+_KINDS: Final = ("victims", "queue", "admission")
+
+
+def loads_table(result: Result) -> str:
+    """What was asked of the engine, and what it did as shipped: means, and the smallest and largest seed."""
+    lines = []
+    for name, section in result.items():
+        figures = _of(section, _SHIPPED)
+        lines.append(
+            (
+                f"{name}: {section['what']}",
+                f"{section['requests_per_s']:.1f}, {section['share_of_capacity']:.0%}",
+                _cell(figures["ttft_mean_s"], 1e3),
+                _cell(figures["ttft_p99_s"], 1e3),
+                _cell(figures["disk_reads"]),
+                _cell(figures["device_loads"]),
+                _cell(figures["output_tok_s"]),
+                f"{figures['slo_attainment']['mean']:.1%}",
+            )
+        )
+    headings = (
+        "workload",
+        "requests/s, of capacity",
+        "TTFT, mean, ms",
+        "p99, ms",
+        "reads from disk",
+        "loads to the device",
+        "output tok/s",
+        "SLO attained",
+    )
+    return table(headings, lines)
+
+
+def changes_table(result: Result) -> str:
+    """Mean TTFT and its 99th percentile against the shipped policy's, by the means of all seeds."""
+    rows = [(name, *_line(result, name, _change)) for name in _names(result)]
+    return table(("TTFT, mean and p99, against what is shipped", *result), rows)
+
+
+def ranges_table(result: Result) -> str:
+    """The same of the mean TTFT for the seed where it is best and where it is worst."""
+    rows = [(name, *_line(result, name, _range)) for name in _names(result)]
+    return table(("mean TTFT, best and worst seed", *result), rows)
+
+
+def memory_table(result: Result) -> str:
+    """What policies do to memory: reads from disk, loads to the device, preemptions; and the SLO."""
+    rows = [(name, *_line(result, name, _traffic)) for name in (_SHIPPED, *_names(result))]
+    headings = ("reads from disk / loads to the device / preemptions, SLO attained", *result)
+    return table(headings, rows)
+
+
+def note(result: Result) -> str:
+    sections = list(result.values())
+    dates = " to ".join(sorted({each["date"][:10] for each in sections}))
+    commits = ", ".join(dict.fromkeys(each["git_commit"] or "unknown" for each in sections))
+    first = sections[0]
+    return (
+        f"Computed {dates} by the twin with the profile {first['profile']}, {len(first['seeds'])} seeds "
+        f"each, Python {first['python']}, numpy {first['packages']['numpy']}, commit {commits}. "
+        f"SLO: {first['slo']}.\n"
+    )
+
+
+def _names(result: Result) -> list[str]:
+    """Candidates by kind, each under its name."""
+    kinds = {
+        name: each["kind"]
+        for section in result.values()
+        for name, each in section["policies"].items()
+        if name != _SHIPPED
+    }
+    if unknown := set(kinds.values()) - set(_KINDS):
+        raise TableError(f"a policy of an unknown kind, {min(unknown)!r}")
+    return sorted(kinds, key=lambda name: _KINDS.index(kinds[name]))
+
+
+def _line(result: Result, name: str, cell: Callable[[Result, str], str]) -> Iterator[str]:
+    for section in result.values():
+        yield cell(section, name) if name in section["policies"] else "as shipped"
+
+
+def _change(section: Result, name: str) -> str:
+    mean, p99 = (_ratio(section, name, figure) - 1 for figure in ("ttft_mean_s", "ttft_p99_s"))
+    return f"{mean:+.1%}, {p99:+.1%}"
+
+
+def _range(section: Result, name: str) -> str:
+    shipped, found = (_of(section, each)["ttft_mean_s"]["runs"] for each in (_SHIPPED, name))
+    return span((new / old - 1 for new, old in zip(found, shipped, strict=True)), "+.1%")
+
+
+def _traffic(section: Result, name: str) -> str:
+    figures = _of(section, name)
+    counts = (figures[each]["mean"] for each in ("disk_reads", "device_loads", "num_preemptions"))
+    return f"{' / '.join(f'{each:,.0f}' for each in counts)}, {figures['slo_attainment']['mean']:.1%}"
+
+
+def _ratio(section: Result, name: str, figure: str) -> float:
+    found: float = _of(section, name)[figure]["mean"] / _of(section, _SHIPPED)[figure]["mean"]
+    return found
+
+
+def _of(section: Result, name: str) -> Result:
+    found: Result = section["policies"][name]["figures"]
+    return found
+
+
+def _cell(figure: Result, factor: float = 1.0) -> str:
+    runs = span((each * factor for each in figure["runs"]), ",.0f")
+    return f"{figure['mean'] * factor:,.0f} ({runs})"

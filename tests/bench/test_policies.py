@@ -1,0 +1,138 @@
+"""Candidates for victims, queues and admission are tried by a script that must not flatter them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
+
+from benchmarks import policies, policy_twin
+from benchmarks.policy_loads import LOADS, Load, Requests
+from benchmarks.policy_queues import MOST_OVERTAKING, Order, OrderedQueue, ShortestRequest, SizeClasses
+from benchmarks.policy_victims import AbsentFirstBlocks, CostAdapters, Floor, GreedyDualAdapters, LfuAdapters
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.scheduling.adapter_tier import Copy, Presence
+from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.victims import IdleAdapters, next_victim
+from loraplex.twin.leaping import ANY_TOKEN
+from loraplex.workload.jsonl import WorkloadRequest
+
+NAMES = {load.name: load for load in LOADS}
+
+
+def idle(version: str, *, num_uses: int = 1, num_bytes: int = 1000, on_host: bool = False) -> Copy:
+    source = Copy(version=version, num_bytes=num_bytes, presence=Presence.RESIDENT) if on_host else None
+    return Copy(version=version, num_bytes=num_bytes, source=source, num_uses=num_uses)
+
+
+def reload_s(adapter: object) -> float:
+    return 1.0 if getattr(adapter, "reloads_from_host") else 30.0  # noqa: B009
+
+
+# ---- victims
+
+
+def test_lfu_evicts_what_is_used_least_and_forgets_old_uses() -> None:
+    adapters = LfuAdapters(set())
+    for adapter in (idle("often", num_uses=600), idle("seldom", num_uses=2)):
+        adapters.add(adapter)
+    assert adapters.first is not None
+    assert adapters.first.version == "seldom"
+    adapters.add(idle("now", num_uses=20_000))
+    assert adapters._uses.of("often") < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["cost", "greedy dual"])
+def test_what_a_copy_on_the_host_brings_back_goes_before_what_is_on_disk(kind: str) -> None:
+    adapters: IdleAdapters = (
+        CostAdapters(set(), reload_s) if kind == "cost" else GreedyDualAdapters(set(), reload_s, Floor())
+    )
+    adapters.add(idle("on disk", num_uses=2))
+    adapters.add(idle("on host", num_uses=3, on_host=True))
+    assert adapters.first is not None
+    assert adapters.first.version == "on host"
+
+
+def test_blocks_of_an_absent_adapter_go_before_everything_else() -> None:
+    adapters = IdleAdapters({"there"})
+    adapters.add(replace(idle("there"), last_use=1))
+    blocks = AbsentFirstBlocks(100, adapters)
+    for contents, (version, shared) in enumerate([("there", True), ("gone", True), ("there", False)]):
+        blocks.add(contents, contents + 2, version, shared=shared)
+    victim = next_victim(adapters, blocks, short=1)
+    assert getattr(victim, "contents", None) == 1
+
+
+# ---- queues
+
+
+def sequence(number: int, num_prompt: int, max_tokens: int) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(EngineRequest(request_id=str(number), prompt_token_ids=[1] * num_prompt, params=params))
+
+
+@pytest.mark.parametrize("order", [ShortestRequest, SizeClasses])
+def test_nobody_is_overtaken_for_ever(order: type[Order]) -> None:
+    table = Arena(num_pages=8, page_bytes=4096, block_size=4).table
+    queue = OrderedQueue(order(table))
+    for number in range(6 * MOST_OVERTAKING):
+        queue.append(sequence(number, *((2000, 1000) if number % 2 else (8, 8))))
+    order_now = [int(each.request_id) for each in queue.first(1000)]
+    queue.check_integrity()
+    overtaken = [sum(later > number for later in order_now[:place]) for place, number in enumerate(order_now)]
+    assert 0 < max(overtaken) <= MOST_OVERTAKING
+
+
+# ---- the script
+
+
+def small(load: Load) -> tuple[Load, Requests]:
+    drawn = load.draw(0, 1.0, None)
+    kept = [each for each in drawn.requests if each.arrival_s < 4]
+    prompts = None if drawn.prompts is None else drawn.prompts[: len(kept)]
+    return replace(load, warm_s=1.0), Requests(requests=kept, prompts=prompts)
+
+
+@pytest.mark.parametrize("name", ["zipf-100", "conversations-100"])
+def test_every_candidate_serves_all_requests(name: str) -> None:
+    profile = find_profile(Path(policies.PROFILE))
+    assert isinstance(profile, CostModel)
+    load, drawn = small(NAMES[name])
+    for candidate in policies.CANDIDATES:
+        figures = policy_twin.run(profile, load, drawn, candidate)
+        assert figures["num_failed"] == 0
+        assert figures["num_requests"] == sum(each.arrival_s >= 1 for each in drawn.requests)
+
+
+def test_a_turn_begins_with_all_that_was_said_before() -> None:
+    drawn = NAMES["conversations-100"].draw(0, 1.0, None)
+    assert drawn.prompts is not None
+    said: dict[int, tuple[WorkloadRequest, list[int]]] = {}
+    num_later = 0
+    for request, prompt in zip(drawn.requests, drawn.prompts, strict=True):
+        conversation = prompt[-1]
+        if conversation in said:
+            before, earlier = said[conversation]
+            whole = [*earlier, *[ANY_TOKEN] * before.output_tokens]
+            assert prompt[: len(whole)] == whole
+            num_later += 1
+        said[conversation] = (request, prompt)
+    assert num_later > 100
+
+
+def test_traces_that_are_not_there_are_left_out_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "policies.json"
+    monkeypatch.setattr(sys, "argv", ["policies", "maf-600", "--out", str(out)])
+    policies.main()
+    assert "maf-600: left out, as it needs --data" in capsys.readouterr().err
+    assert not out.exists()
