@@ -164,6 +164,7 @@ TABLES: Final[dict[str, Table]] = {
     "policies-changes": Table((POLICIES,), policy_tables.changes_table),
     "policies-ranges": Table((POLICIES,), policy_tables.ranges_table),
     "policies-memory": Table((POLICIES,), policy_tables.memory_table),
+    "policies-admission": Table((POLICIES,), policy_tables.admission_table),
     "policies-note": Table((POLICIES,), policy_tables.note),
     "twin-profiles": Table((TWIN_CUDA, TWIN_CPU), twin_tables.profiles_table),
 }

@@ -9,6 +9,9 @@ device memory for a third of them beside KV blocks, host memory for half of them
 70 to 90% of what the engine can do, which bursts exceed for a while. The candidates are in `policy_victims`
 and `policy_queues`; those that go by the lengths of answers know them exactly, which no engine does.
 
+The section `admission-by-load` holds the shipped rule of admission against the one before it, by other seeds
+than those that it was found with: conversations at several loads.
+
 `--data` is the folder of published traces (docs/workloads.md). Without it, workloads made from them are left
 out.
 """
@@ -63,6 +66,15 @@ CANDIDATES: Final = (
 )
 
 
+BY_LOAD: Final = "admission-by-load"
+_CONVERSATIONS: Final = LOADS[-1]
+_CONVERSATIONS_SHARE: Final = 0.8
+"""Of capacity, at the rate that the workload has."""
+_SHARES: Final = (0.7, 0.8, 0.9)
+_OTHER_SEEDS: Final = (10, 11, 12, 13, 14)
+_FORMER: Final = next(each for each in CANDIDATES if isinstance(each.admission, queues.FirstChunk))
+
+
 def measure(profile: CostModel, load: Load, data: Path | None) -> dict[str, Any]:
     """Return the section of one workload."""
     drawn = [load.draw(seed, 1.0, data) for seed in SEEDS]
@@ -87,6 +99,20 @@ def measure(profile: CostModel, load: Load, data: Path | None) -> dict[str, Any]
     }
 
 
+def admission_by_load(profile: CostModel) -> dict[str, Any]:
+    """Return the section that holds the shipped rule of admission against the one before it."""
+    load, loads = _CONVERSATIONS, []
+    for share in _SHARES:
+        drawn = [load.draw(seed, share / _CONVERSATIONS_SHARE, None) for seed in _OTHER_SEEDS]
+        former, shipped = (
+            by_name([run(profile, load, each, candidate) for each in drawn])
+            for candidate in (_FORMER, SHIPPED)
+        )
+        loads.append({"share_of_capacity": share, "former": former, "shipped": shipped})
+        print(f"{BY_LOAD}: {share:.0%}", file=sys.stderr, flush=True)
+    return {"workload": load.name, "seeds": _OTHER_SEEDS, "loads": loads}
+
+
 def by_name(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     """Return each figure's mean and its value for every seed."""
     return {
@@ -102,26 +128,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [load.name for load in LOADS]
-    parser.add_argument("loads", nargs="*", default=names, help=f"workloads: {', '.join(names)}")
+    names = [*(load.name for load in LOADS), BY_LOAD]
+    parser.add_argument("sections", nargs="*", default=names, help=", ".join(names))
     parser.add_argument("--data", type=Path, help="folder of published traces")
     parser.add_argument("--out", type=Path, default=RESULTS / FILE)
     args = parser.parse_args()
-    if unknown := set(args.loads) - set(names):
-        parser.error(f"no workload {min(unknown)!r}; there are {', '.join(names)}")
+    if unknown := set(args.sections) - set(names):
+        parser.error(f"no section {min(unknown)!r}; there are {', '.join(names)}")
     profile = find_profile(Path(PROFILE))
     assert isinstance(profile, CostModel)
     result = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
-    for load in LOADS:
-        if load.name not in args.loads:
-            continue
-        if not load.is_here(args.data):
-            print(f"{load.name}: left out, as it needs --data with {load.file}", file=sys.stderr)
-            continue
+
+    def keep(name: str, figures: dict[str, Any]) -> None:
         about = environment(("loraplex", "numpy")) | {"sources": fingerprints(FILE), "profile": PROFILE}
-        result[load.name] = about | measure(profile, load, args.data)
-        in_order = {name: result[name] for name in names if name in result}
+        result[name] = about | figures
+        in_order = {each: result[each] for each in names if each in result}
         args.out.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+
+    for load in LOADS:
+        if load.name in args.sections and load.is_here(args.data):
+            keep(load.name, measure(profile, load, args.data))
+        elif load.name in args.sections:
+            print(f"{load.name}: left out, as it needs --data with {load.file}", file=sys.stderr)
+    if BY_LOAD in args.sections:
+        keep(BY_LOAD, admission_by_load(profile))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from typing import Final
 from benchmarks.markdown import Result, TableError, span, table
 
 _SHIPPED: Final = "as shipped"
+_BY_LOAD: Final = "admission-by-load"
 _KINDS: Final = ("victims", "queue", "admission")
 
 
 def loads_table(result: Result) -> str:
     """What was asked of the engine, and what it did as shipped: means, and the smallest and largest seed."""
     lines = []
-    for name, section in result.items():
+    for name, section in _loads(result).items():
         figures = _of(section, _SHIPPED)
         lines.append(
             (
@@ -44,39 +45,74 @@ def loads_table(result: Result) -> str:
 def changes_table(result: Result) -> str:
     """Mean TTFT and its 99th percentile against the shipped policy's, by the means of all seeds."""
     rows = [(name, *_line(result, name, _change)) for name in _names(result)]
-    return table(("TTFT, mean and p99, against what is shipped", *result), rows)
+    return table(("TTFT, mean and p99, against what is shipped", *_loads(result)), rows)
 
 
 def ranges_table(result: Result) -> str:
     """The same of the mean TTFT for the seed where it is best and where it is worst."""
     rows = [(name, *_line(result, name, _range)) for name in _names(result)]
-    return table(("mean TTFT, best and worst seed", *result), rows)
+    return table(("mean TTFT, best and worst seed", *_loads(result)), rows)
 
 
 def memory_table(result: Result) -> str:
     """What policies do to memory: reads from disk, loads to the device, preemptions; and the SLO."""
     rows = [(name, *_line(result, name, _traffic)) for name in (_SHIPPED, *_names(result))]
-    headings = ("reads from disk / loads to the device / preemptions, SLO attained", *result)
+    headings = ("reads from disk / loads to the device / preemptions, SLO attained", *_loads(result))
     return table(headings, rows)
+
+
+def admission_table(result: Result) -> str:
+    """The shipped rule of admission against the one before it, at several loads."""
+    try:
+        found = result[_BY_LOAD]
+    except KeyError:
+        raise TableError(f"the section {_BY_LOAD!r} is missing; run benchmarks.policies {_BY_LOAD}") from None
+    lines = [
+        (
+            f"{each['share_of_capacity']:.0%}",
+            *(_before_and_after(each, name, 1e3) for name in ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")),
+            *(_counts(each, name) for name in ("num_preemptions", "device_loads")),
+        )
+        for each in found["loads"]
+    ]
+    headings = ("load", "TTFT, mean, ms", "p99, ms", "E2E, mean, ms", "preemptions", "loads to the device")
+    return table(headings, lines)
 
 
 def note(result: Result) -> str:
     sections = list(result.values())
     dates = " to ".join(sorted({each["date"][:10] for each in sections}))
     commits = ", ".join(dict.fromkeys(each["git_commit"] or "unknown" for each in sections))
-    first = sections[0]
+    first = next(iter(_loads(result).values()))
     return (
         f"Computed {dates} by the twin with the profile {first['profile']}, {len(first['seeds'])} seeds "
-        f"each, Python {first['python']}, numpy {first['packages']['numpy']}, commit {commits}. "
+        f"for each workload, Python {first['python']}, numpy {first['packages']['numpy']}, commit {commits}. "
         f"SLO: {first['slo']}.\n"
     )
+
+
+def _before_and_after(load: Result, name: str, factor: float) -> str:
+    """Return both means, the change, and that of the best and worst seed."""
+    former, shipped = load["former"][name], load["shipped"][name]
+    seeds = (new / old - 1 for new, old in zip(shipped["runs"], former["runs"], strict=True))
+    means = f"{former['mean'] * factor:,.0f} to {shipped['mean'] * factor:,.0f}"
+    return f"{means}: {shipped['mean'] / former['mean'] - 1:+.1%} (seeds {span(seeds, '+.1%')})"
+
+
+def _counts(load: Result, name: str) -> str:
+    return f"{load['former'][name]['mean']:,.1f} to {load['shipped'][name]['mean']:,.1f}"
+
+
+def _loads(result: Result) -> Result:
+    """The sections in which all candidates were run."""
+    return {name: section for name, section in result.items() if "policies" in section}
 
 
 def _names(result: Result) -> list[str]:
     """Candidates by kind, each under its name."""
     kinds = {
         name: each["kind"]
-        for section in result.values()
+        for section in _loads(result).values()
         for name, each in section["policies"].items()
         if name != _SHIPPED
     }
@@ -86,7 +122,7 @@ def _names(result: Result) -> list[str]:
 
 
 def _line(result: Result, name: str, cell: Callable[[Result, str], str]) -> Iterator[str]:
-    for section in result.values():
+    for section in _loads(result).values():
         yield cell(section, name) if name in section["policies"] else "as shipped"
 
 

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling import arena, blocks, host_room, room
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.adapter_tier import Tier
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.room import ByteBudget
+from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.victims import (
     NO_ADAPTERS,
     NO_BLOCKS,
@@ -117,6 +121,24 @@ def test_what_a_policy_can_see_of_an_adapter_and_of_a_block() -> None:
     assert not adapter.reloads_from_host
     table.serving.evict(adapter)
     assert block.adapter not in table.serving.idle.resident
+
+
+def test_the_blocks_of_a_request_are_older_than_its_adapter() -> None:
+    """So that LRU never leaves the blocks of an adapter in memory that is not: they go before it."""
+    memory = Arena(num_pages=40, page_bytes=PAGE, block_size=4)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64), memory)
+    scheduler.adapters.add("a", 2 * PAGE)
+    params = SamplingParams(max_tokens=9)
+    scheduler.add(EngineRequest(request_id="1", prompt_token_ids=[5] * 9, params=params, adapter="a"))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        for load in plan.adapter_loads:
+            scheduler.adapter_loaded(load.version)
+        if plan.chunks:
+            scheduler.update(plan, {chunk.request_id: 7 for chunk in plan.chunks if chunk.samples})
+    [adapter] = memory.table.serving.idle
+    assert len(memory.pool.cached) == 4
+    assert all(block.last_use < adapter.last_use for block in memory.pool.cached)
 
 
 # ---- through the memories that ask for victims
