@@ -13,7 +13,7 @@ from itertools import count
 from typing import Final
 
 from loraplex.scheduling.adapter_table import AdapterTable
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.waiting_queue import WaitingQueue
 from loraplex.twin.decode_group import blocks_ahead
 from loraplex.twin.quick_scheduler import QuickScheduler
@@ -35,11 +35,11 @@ class Order:
     def __init__(self, table: AdapterTable) -> None:
         self._table = table
 
-    def place(self, request: Sequence, arrival: int) -> float:
+    def place(self, request: RequestState, arrival: int) -> float:
         """Return where a request belongs that has just arrived, as number `arrival`."""
         return arrival
 
-    def delay(self, request: Sequence) -> float:
+    def delay(self, request: RequestState) -> float:
         """Return by how much it has to stand back at the moment."""
         return 0.0
 
@@ -47,7 +47,7 @@ class Order:
 class ShortestRequest(Order):
     """Small requests first, by the size that Chameleon gives them."""
 
-    def place(self, request: Sequence, arrival: int) -> float:
+    def place(self, request: RequestState, arrival: int) -> float:
         return arrival + MOST_OVERTAKING * min(_size(request, self._table), 1.0)
 
 
@@ -62,7 +62,7 @@ class SizeClasses(Order):
         self._ends = [0.0] * _NUM_CLASSES
         self._mean = 0.0
 
-    def place(self, request: Sequence, arrival: int) -> float:
+    def place(self, request: RequestState, arrival: int) -> float:
         size = _size(request, self._table)
         self._learn(size)
         number = sum(size > border for border in self._borders)
@@ -83,13 +83,13 @@ class SizeClasses(Order):
 class ResidentFirst(Order):
     """Requests whose adapter is in memory, or on its way there, before others."""
 
-    def delay(self, request: Sequence) -> float:
+    def delay(self, request: RequestState) -> float:
         serving, version = self._table.serving, request.adapter
         is_there = version is None or version in serving.resident or version in serving.loading
         return 0.0 if is_there else MOST_OVERTAKING
 
 
-def _size(request: Sequence, table: AdapterTable) -> float:
+def _size(request: RequestState, table: AdapterTable) -> float:
     """Return Chameleon's weighted request size, with the answer's length known ahead."""
     max_tokens = request.request.params.max_tokens or _MAX_OUTPUT
     tokens = _PROMPT_WEIGHT * request.num_prompt / _MAX_PROMPT
@@ -106,21 +106,21 @@ class OrderedQueue(WaitingQueue):
         super().__init__()
         self._order = order
         self._arrivals = count()
-        self._places: dict[Sequence, float] = {}
+        self._places: dict[RequestState, float] = {}
 
-    def append(self, request: Sequence) -> None:
+    def append(self, request: RequestState) -> None:
         self._places[request] = self._order.place(request, next(self._arrivals))
         super().append(request)
 
-    def append_front(self, request: Sequence) -> None:
+    def append_front(self, request: RequestState) -> None:
         self._places[request] = -math.inf
         super().append_front(request)
 
-    def remove(self, request: Sequence) -> None:
+    def remove(self, request: RequestState) -> None:
         super().remove(request)
         del self._places[request]
 
-    def first(self, count: int) -> Iterator[Sequence]:
+    def first(self, count: int) -> Iterator[RequestState]:
         self._sort()
         return super().first(count)
 
@@ -142,7 +142,7 @@ class Admission:
     was promised to those that run."""
 
     def promised(
-        self, request: Sequence, running: list[Sequence], num_promised: int, scheduler: TrialScheduler
+        self, request: RequestState, running: list[RequestState], num_promised: int, scheduler: TrialScheduler
     ) -> int:
         """Return the blocks that must be left for others; `num_promised`: by the shipped rule."""
         return num_promised
@@ -152,7 +152,7 @@ class FirstChunk(Admission):
     """There must be memory for the first chunk."""
 
     def promised(
-        self, request: Sequence, running: list[Sequence], num_promised: int, scheduler: TrialScheduler
+        self, request: RequestState, running: list[RequestState], num_promised: int, scheduler: TrialScheduler
     ) -> int:
         return -scheduler.blocks_for(len(request.token_ids))
 
@@ -161,7 +161,7 @@ class RoomToGrow(Admission):
     """A block more for everyone."""
 
     def promised(
-        self, request: Sequence, running: list[Sequence], num_promised: int, scheduler: TrialScheduler
+        self, request: RequestState, running: list[RequestState], num_promised: int, scheduler: TrialScheduler
     ) -> int:
         return num_promised + 1 + len(running)
 
@@ -173,7 +173,7 @@ class WholeAnswer(Admission):
         self._share = share
 
     def promised(
-        self, request: Sequence, running: list[Sequence], num_promised: int, scheduler: TrialScheduler
+        self, request: RequestState, running: list[RequestState], num_promised: int, scheduler: TrialScheduler
     ) -> int:
         ahead = sum(scheduler.blocks_ahead(each) for each in (*running, request))
         own = scheduler.blocks_for(len(request.token_ids))
@@ -192,10 +192,10 @@ class TrialScheduler(TwinScheduler):
     def blocks_for(self, num_tokens: int) -> int:
         return self._pool.blocks_for(num_tokens)
 
-    def blocks_ahead(self, request: Sequence) -> int:
+    def blocks_ahead(self, request: RequestState) -> int:
         return blocks_ahead(request, self._pool, self._config.max_model_len)
 
-    def _start(self, sequence: Sequence, budget: float, num_promised: int) -> int:
+    def _start(self, sequence: RequestState, budget: float, num_promised: int) -> int:
         num_promised = self.admission.promised(sequence, self._running, num_promised, self)
         return super()._start(sequence, budget, num_promised)
 

@@ -20,7 +20,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.scheduling.adapter_tier import Copy, Presence
 from loraplex.scheduling.arena import Arena
-from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.victims import IdleAdapters, next_victim
 from loraplex.twin.leaping import ANY_TOKEN
 from loraplex.workload.jsonl import WorkloadRequest
@@ -74,9 +74,11 @@ def test_blocks_of_an_absent_adapter_go_before_everything_else() -> None:
 # ---- queues
 
 
-def sequence(number: int, num_prompt: int, max_tokens: int) -> Sequence:
+def sequence(number: int, num_prompt: int, max_tokens: int) -> RequestState:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(EngineRequest(request_id=str(number), prompt_token_ids=[1] * num_prompt, params=params))
+    return RequestState(
+        EngineRequest(request_id=str(number), prompt_token_ids=[1] * num_prompt, params=params)
+    )
 
 
 @pytest.mark.parametrize("order", [ShortestRequest, SizeClasses])
