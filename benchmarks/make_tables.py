@@ -36,6 +36,7 @@ from benchmarks import (
     load_tables,
     policy_tables,
     set_tables,
+    slow_bus_tables,
     sources,
     twin_tables,
 )
@@ -64,6 +65,7 @@ VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
+SLOW_BUS: Final = "slow_bus.json"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ TABLES: Final[dict[str, Table]] = {
     "cold-aims": Table((COLD, ASSIST), cost_tables.aims_table),
     "cold-fits": Table((COLD,), cost_tables.fits_table),
     "cold-predictions": Table((COLD, ASSIST), cost_tables.predictions_table),
+    "slow-bus": Table((SLOW_BUS,), slow_bus_tables.ttft_table),
+    "slow-bus-machine": Table((SLOW_BUS,), gpu_tables.machine_note),
     "workers-machine": Table((ASSIST,), cold_tables.workers_note),
     "workers": Table((ASSIST,), cold_tables.workers_table),
     "twin-machine": Table((TWIN,), twin_tables.validation_note),

@@ -6,8 +6,9 @@
 Writes results/policies.json. Each workload is drawn for three seeds and run by the engine's own scheduler on
 a virtual clock, with the costs of the profile `h200-llama-2-7b`: adapters of ranks 8 to 128 on all linears,
 device memory for a third of them beside KV blocks, host memory for half of them, files on disk. The load is
-70 to 90% of what the engine can do, which bursts exceed for a while. The candidates are in `policy_victims`
-and `policy_queues`; those that go by the lengths of answers know them exactly, which no engine does.
+70 to 80% of what the engine can do; 50% of Azure's requests for code, whose bursts far exceed it. The
+candidates are in `policy_victims` and `policy_queues`; those that go by the lengths of answers know them
+exactly, which no engine does.
 
 The section `admission-by-load` holds the shipped rule of admission against the one before it, by other seeds
 than those that it was found with: conversations at several loads.

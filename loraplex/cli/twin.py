@@ -19,6 +19,7 @@ from loraplex.cli.json_out import check_picture, check_writable, files_saved, sa
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
+    CpuWorkers,
     JsonPath,
     KvTokens,
     MaxRunning,
@@ -28,6 +29,7 @@ from loraplex.cli.twin_options import (
     Ranks,
     Seconds,
     Slots,
+    StartPolicy,
     TwinOptions,
     WorkloadPath,
     read_inputs,
@@ -58,13 +60,17 @@ def run(
     adapter_mib: AdapterMib = None,
     modules: Modules = None,
     max_running: MaxRunning = None,
+    cold_start: StartPolicy = None,
+    cpu_workers: CpuWorkers = 0,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
     """Simulate a workload on a profiled engine. Many of them behind a router: `loraplex fleet simulate`."""
     check_writable(json_out, inputs=(profile, workload))
     check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
-    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(
+        adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds, cold_start, cpu_workers
+    )
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
 

@@ -11,6 +11,7 @@ import typer
 
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ Modules = Annotated[
 MaxRunning = Annotated[
     int | None, typer.Option(min=1, help="Most requests in a step (our own engine); default: 256.")
 ]
+StartPolicy = Annotated[
+    ColdStart | None,
+    typer.Option(help="How requests start on absent adapters (our own engine); default: auto on a GPU."),
+]
+CpuWorkers = Annotated[
+    int,
+    typer.Option(min=0, max=256, help="Processes that compute LoRA beside a GPU; see docs/cold-start.md."),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
 
 
@@ -89,6 +98,8 @@ class TwinOptions(NamedTuple):
     modules: str | None
     max_running: int | None
     seconds: float | None = None
+    cold_start: ColdStart | None = None
+    cpu_workers: int = 0
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
@@ -143,6 +154,8 @@ def read_inputs(
         adapter_bytes=None if mib is None else max(int(mib * (1 << 20)), 1),
         modules=None if options.modules is None else module_names(options.modules),
         max_running=options.max_running,
+        cold_start=options.cold_start,
+        cpu_workers=options.cpu_workers,
     )
     if engine is None:
         return requests, chosen

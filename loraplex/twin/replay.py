@@ -43,7 +43,8 @@ class ReplayOptions:
 
     For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
     rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
-    profile's. `cold_start`: None for the default of the profile's device.
+    profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
+    compute LoRA for adapters on their way to a GPU.
     """
 
     num_adapters: int
@@ -59,8 +60,12 @@ class ReplayOptions:
     max_running: int | None = None
     work: StepWork | None = None
     cold_start: ColdStart | None = None
+    cpu_workers: int = 0
     staged: bool = False
     seed: int = 0
+
+
+_ON_A_GPU: Final = (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
 
 def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:
@@ -78,11 +83,21 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
     if isinstance(profile, CostModel):
         if options.num_slots is not None:
             raise UserError("the profile is of an engine without slots; leave --slots out")
+        on_gpu = profile.subject.device == "cuda"
+        if not on_gpu and (options.cpu_workers or options.cold_start in _ON_A_GPU):
+            raise UserError(
+                "the profile is of an engine on a CPU, which has no adapters on their way to a GPU; leave "
+                "--cpu-workers out, and choose --cold-start overlap, on-demand or cached"
+            )
+        if options.cpu_workers and options.cold_start not in (None, ColdStart.CPU_ASSIST, ColdStart.AUTO):
+            raise UserError("--cpu-workers go with --cold-start cpu-assist or auto; leave them out")
         return
     for name, value in (
         ("--max-running", options.max_running),
         ("--modules", options.modules),
         ("--adapter-mib", options.adapter_bytes),
+        ("--cold-start", options.cold_start),
+        ("--cpu-workers", options.cpu_workers or None),
     ):
         if value is not None:
             raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")
@@ -150,6 +165,7 @@ class OwnEngines:
             work=options.work
             or StepWork(max_tokens=self._has.step_tokens, position_cost=self._has.position_cost),
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
+            num_workers=options.cpu_workers,
         )
         if longest > self._has.max_context:
             raise CapacityError(
@@ -172,7 +188,7 @@ class OwnEngines:
         return self._kind(
             config=self._config,
             memory=self._memory(),
-            times=times or CostModelTimes(self._profile, self.adapter_bytes),
+            times=times or CostModelTimes(self._profile, self.adapter_bytes, self._options.cpu_workers),
             adapters=self._versions,
             costs=DriftWatch(self._profile),
         )

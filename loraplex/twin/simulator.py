@@ -24,7 +24,7 @@ from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.leaping import ANY_TOKEN
 from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
 from loraplex.twin.quick_scheduler import QuickScheduler
-from loraplex.twin.times import Repeats, StepTimes
+from loraplex.twin.times import LoadInFlight, Repeats, StepTimes
 from loraplex.twin.twin_scheduler import TwinScheduler
 from loraplex.workload.jsonl import WorkloadRequest
 
@@ -58,7 +58,7 @@ class Simulator:
         self.num_loads = 0
         self.num_offered = 0
         self._ends: list[tuple[float, int, str, bool]] = []  # ends of loads, and of reads (True)
-        self._coming: dict[str, tuple[float, float]] = {}  # loads in flight: when they begin and end
+        self._in_flight: dict[str, LoadInFlight] = {}  # loads, by version; times count from 0
         self._repeats_of: tuple[DecodeGroup | None, int, int] = (None, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
         # Cached result of `quiet_until_s`, valid until the next step or request, and the leap it is based on.
@@ -223,7 +223,7 @@ class Simulator:
             if is_read:
                 self.scheduler.adapter_read(version)
             else:
-                self._coming.pop(version, None)
+                self._in_flight.pop(version, None)
                 self.scheduler.adapter_loaded(version)
 
     # ---- steps
@@ -262,15 +262,20 @@ class Simulator:
     def _end_s(self, plan: StepPlan, num_waiting: int, begin_s: float) -> float:
         """Return the end of a step that begins at `begin_s`; each layer waits for its own weights."""
         step_s = self._times.step_s(plan, num_waiting)
-        if self._coming and plan.stalls:
-            used = {chunk.adapter for chunk in plan.chunks}
-            coming = [
-                (load_s - begin_s, end_s - begin_s)
-                for version, (load_s, end_s) in self._coming.items()
+        if self._in_flight and plan.stalls:
+            used = {chunk.adapter: chunk.num_tokens for chunk in plan.chunks}
+            loads = [
+                (version, self._as_of(begin_s, load, used[version]))
+                for version, load in self._in_flight.items()
                 if version in used
             ]
-            step_s += self._times.stall_s(step_s, coming)
+            step_s += self._times.stall_s(step_s, loads)
         return begin_s + step_s
+
+    def _as_of(self, now_s: float, load: LoadInFlight, num_tokens: int) -> LoadInFlight:
+        """Return a load as a step sees it that begins then. CPU workers assist with prompts, not decodes."""
+        assisted = load.assisted_layers if num_tokens > 1 else 0
+        return LoadInFlight(load.begin_s - now_s, load.end_s - now_s, assisted, num_tokens)
 
     def _compute(self, plan: StepPlan) -> None:
         self.now_s = self._end_s(plan, self.scheduler.num_waiting, self.now_s)
@@ -357,7 +362,9 @@ class Simulator:
         for load in sorted(loads, key=_is_for_later):
             free_s = max(self._bus_free_s, self.now_s)
             end_s = begin_s + turns_s if load.awaited else free_s + self._times.load_s(load)
-            self._coming[load.version] = (begin_s if load.awaited else free_s, end_s)
+            self._in_flight[load.version] = LoadInFlight(
+                begin_s if load.awaited else free_s, end_s, load.assisted_layers
+            )
             self._bus_free_s = end_s
             heapq.heappush(self._ends, (end_s, next(self._order), load.version, False))
         self.num_loads += len(loads)

@@ -47,6 +47,16 @@ class Repeats(NamedTuple):
         return num_steps
 
 
+class LoadInFlight(NamedTuple):
+    """An adapter that is loaded from `begin_s` to `end_s`, counted from a step's beginning. CPU workers
+    compute its first `assisted_layers`, which are copied last, for a prompt of `num_tokens`."""
+
+    begin_s: float
+    end_s: float
+    assisted_layers: int = 0
+    num_tokens: int = 0
+
+
 class StepTimes(Protocol):
     """Durations of steps, reads and loads. `num_waiting`: number of waiting requests, which are not in the
     step."""
@@ -68,7 +78,7 @@ class StepTimes(Protocol):
         """Return an adapter's weight, which a decode group sums up over its requests."""
         ...
 
-    def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
+    def stall_s(self, step_s: float, loads: Sequence[tuple[str, LoadInFlight]]) -> float:
         """Return how much longer a step takes because of loads, each given as (begin, end) in seconds from
         the beginning of the step."""
         ...
@@ -83,10 +93,12 @@ class StepTimes(Protocol):
 
 
 class CostModelTimes:
-    """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version."""
+    """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version. `num_workers`: CPU
+    workers."""
 
-    def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
+    def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int], num_workers: int = 0) -> None:
         self._model = model
+        self._num_workers = num_workers
         self._bytes: Callable[[str], int] = adapter_bytes.__getitem__
         self._step_s = model.step_s
         self._position_s = model.step.terms.decode_position_s * model.corrections.step
@@ -154,14 +166,33 @@ class CostModelTimes:
             )
         )
 
-    def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
+    def stall_s(self, step_s: float, loads: Sequence[tuple[str, LoadInFlight]]) -> float:
         """Assume that all layers take equally long."""
-        if not coming:
+        if not loads:
             return 0.0
         num_layers = self._model.subject.num_layers
-        first_s = max(begin_s + (end_s - begin_s) / num_layers for begin_s, end_s in coming)
-        last_s = max(end_s for _, end_s in coming)
-        return self._model.even_stall_s(first_s, last_s, step_s)
+        delay_s = sum(self._assist_s(version, load) for version, load in loads)
+        # Layers after the assisted ones are copied first, and reached later.
+        first_s = last_s = 0.0
+        for _, (begin_s, end_s, assisted, _) in loads:
+            layer_s = (end_s - begin_s) / num_layers
+            reached_s = step_s * assisted / num_layers + delay_s
+            if assisted < num_layers:
+                first_s = max(first_s, begin_s + layer_s - reached_s)
+                last_s = max(last_s, end_s - assisted * layer_s - delay_s)
+        return delay_s + self._model.even_stall_s(first_s, last_s, step_s)
+
+    def _assist_s(self, version: str, load: LoadInFlight) -> float:
+        """Return the seconds that CPU workers add to a step."""
+        if load.assisted_layers == 0 or load.num_tokens == 0:
+            return 0.0
+        layer_s = self._model.assist.layer_s(
+            self._bytes(version) // (2 * self._model.subject.num_layers),
+            num_groups=1,
+            num_tokens=load.num_tokens,
+            num_workers=self._num_workers,
+        )
+        return load.assisted_layers * layer_s
 
     def load_s(self, load: AdapterLoad) -> float:
         num_bytes = self._bytes(load.version)
@@ -220,7 +251,7 @@ class SlotTimes:
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
         raise AssertionError("an engine that reads prompts first does not decode beside them")
 
-    def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
+    def stall_s(self, step_s: float, loads: Sequence[tuple[str, LoadInFlight]]) -> float:
         return 0.0
 
     def load_s(self, load: AdapterLoad) -> float:

@@ -1,0 +1,30 @@
+"""Tables of cold starts with copies slowed down (`benchmarks.slow_bus`)."""
+
+from __future__ import annotations
+
+from benchmarks.markdown import Result, table
+
+
+def ttft_table(result: Result) -> str:
+    """Return the mean TTFT of every policy: one request on an idle engine, a burst, and setups."""
+    rows = [
+        [rate, case, *(f"{means_ms[policy]:.1f} ms" for policy in means_ms)]
+        for rate, section in result.items()
+        for case, means_ms in _cases(section["results"])
+    ]
+    policies = list(next(iter(_cases(next(iter(result.values()))["results"])))[1])
+    return table(["copies", "case", *(f"`{policy}`" for policy in policies)], rows)
+
+
+def _cases(found: Result) -> list[tuple[str, dict[str, float]]]:
+    """Return the mean TTFT in milliseconds by case and policy."""
+    cases = []
+    for tokens, policies in found["idle"].items():
+        # Adapters of `cached` are never anywhere else.
+        means = {name: times.get("host", times["ready"])["mean"] for name, times in policies.items()}
+        cases.append((f"one request, {tokens}", means))
+    cases.append(("32 at once", {name: times["mean"] for name, times in found["burst"].items()}))
+    for name, setup in found["setups"].items():
+        means = {policy: one["ttft_ms"]["mean"] for policy, one in setup["policies"].items()}
+        cases.append((f"{name}: rank {setup['rank']}, {setup['requests_per_s']:g} requests/s", means))
+    return cases
