@@ -141,7 +141,11 @@ StartPolicy = Annotated[
 ]
 CpuWorkers = Annotated[
     int | None,
-    typer.Option(min=0, help="For --cold-start cpu-assist: processes, a core each; half of them by default."),
+    typer.Option(
+        min=0,
+        help="For --cold-start cpu-assist and auto: processes that compute LoRA of adapters on their way, a "
+        "core each. Default: half of the cores, with auto only where a profile says that they pay.",
+    ),
 ]
 LoadPopular = Annotated[
     bool,

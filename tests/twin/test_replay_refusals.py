@@ -37,6 +37,28 @@ def test_options_without_effect_are_refused(workload: Path, tmp_path: Path) -> N
     assert "leave --slots out" in error_of(twin("run", profile, workload, "--slots", "4"))
 
 
+@pytest.mark.parametrize(
+    ("engine", "options", "advice"),
+    [
+        ("slots", ("--cpu-workers", "2"), "leave --cpu-workers out"),
+        ("slots", ("--cold-start", "auto"), "leave --cold-start out"),
+        ("cpu", ("--cpu-workers", "2"), "leave --cpu-workers out"),
+        ("cpu", ("--cold-start", "pipelined"), "choose --cold-start overlap"),
+        ("cuda", ("--cold-start", "overlap", "--cpu-workers", "2"), "cpu-assist or auto"),
+    ],
+)
+def test_ways_to_start_that_the_engine_does_not_have_are_refused(
+    workload: Path, tmp_path: Path, engine: str, options: tuple[str, ...], advice: str
+) -> None:
+    profile = tmp_path / "profile.json"
+    if engine == "slots":
+        profile = profile_in(tmp_path, "slots")
+    else:
+        machine = imagined_machine()
+        write_profile(profile, replace(machine, subject=replace(machine.subject, device=engine)))
+    assert advice in error_of(twin("run", profile, workload, *options))
+
+
 def test_an_unknown_adapter_is_refused(profile: Path, workload: Path) -> None:
     message = error_of(twin("run", profile, workload, "--adapters", "3"))
     assert message.startswith("request ")
