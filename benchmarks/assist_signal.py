@@ -1,4 +1,4 @@
-"""The round trip between a device and CPU workers, as a captured graph makes it."""
+"""The round trip between a device and CPU workers, by the kernels of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def round_trips_us(num_workers: int, count: int) -> list[float]:
             closing.callback(driver.unpin, block.address)
         index = pool.add_weights(weights)
         assert pool.wait_ready(READY_S) == num_workers
-        spans = one_span(pool, device)
+        table = torch.ones(7 * 6, dtype=torch.int64, device=device)  # any rank but 0
+        spans = one_span(pool, table)
         x, y = (torch.zeros(1, 3 * WIDTH, dtype=torch.bfloat16, device=device) for _ in range(2))
         tiles = torch.zeros(1, 2, dtype=torch.int64, device=device)
         entries = torch.zeros(7, 1, 6, dtype=torch.int64, device=device)
@@ -51,13 +52,14 @@ def round_trips_us(num_workers: int, count: int) -> list[float]:
     return times_us
 
 
-def one_span(pool: AssistPool, device: torch.device) -> AssistSpans:
-    """Return a step of one row, one layer and one group, whose weights never arrive."""
+def one_span(pool: AssistPool, table: torch.Tensor) -> AssistSpans:
+    """Return a step of one row, one layer and one group, whose weights never arrive. `table`: its adapter's,
+    which has to be kept."""
+    device = table.device
 
     def integers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    table = torch.ones(7 * 6, dtype=torch.int64, device=device)  # any rank but 0
     spans = torch.zeros(MAX_SPANS, 3, dtype=torch.int64, device=device)
     spans[0] = integers(1, 1, table.data_ptr())
     return AssistSpans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.gpu_cold import BURST
 from benchmarks.markdown import Result, table
 
 
@@ -23,7 +24,7 @@ def _cases(found: Result) -> list[tuple[str, dict[str, float]]]:
         # Adapters of `cached` are never anywhere else.
         means = {name: times.get("host", times["ready"])["mean"] for name, times in policies.items()}
         cases.append((f"one request, {tokens}", means))
-    cases.append(("32 at once", {name: times["mean"] for name, times in found["burst"].items()}))
+    cases.append((f"{BURST} at once", {name: times["mean"] for name, times in found["burst"].items()}))
     for name, setup in found["setups"].items():
         means = {policy: one["ttft_ms"]["mean"] for policy, one in setup["policies"].items()}
         cases.append((f"{name}: rank {setup['rank']}, {setup['requests_per_s']:g} requests/s", means))

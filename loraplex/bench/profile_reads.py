@@ -21,7 +21,6 @@ from loraplex.core.errors import StorageError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_weights, resident_bytes
 from loraplex.engine.cuda.adapter_block import block_bytes
-from loraplex.engine.cuda.host_blocks import HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.slab_reader import SlabReaders, read_slab
 from loraplex.perf.line import Line, fit_line
@@ -105,6 +104,8 @@ def _plain_reader(shape: ModelShape, dtype: torch.dtype) -> Iterator[Read]:
 
 @contextmanager
 def _pinned_reader(shape: ModelShape, dtype: torch.dtype, *, pinned: bool = True) -> Iterator[Read]:
+    from loraplex.engine.cuda.host_blocks import HostPool  # needs Triton, which a CPU does not
+
     memory, readers = HostMemory(_MEMORY_BYTES, pinned=pinned), SlabReaders()
     pool = HostPool(shape, dtype, memory, readers, readers.close)
     memory.take(0, _MEMORY_BYTES)

@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-from loraplex.bench.profile_assist import measure_assist
 from loraplex.bench.profile_host import Predicted, measure_bus, measure_disk
 from loraplex.bench.profile_progress import PhaseProgress, Progress
 from loraplex.bench.profile_reads import measure_reads
@@ -123,6 +122,8 @@ def _measure_assist(options: ProfileOptions, repeats: int, report: PhaseProgress
         return default_cost_model(
             subject, shape, element_bytes=options.dtype.itemsize, num_cores=cores
         ).assist
+    from loraplex.bench.profile_assist import measure_assist  # needs Triton, which a CPU does not
+
     return measure_assist(
         shape,
         options.dtype,

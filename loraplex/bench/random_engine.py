@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
@@ -23,7 +24,6 @@ from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_build import choose_kernels
-from loraplex.engine.cuda.bus import Stretch
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
@@ -33,6 +33,9 @@ from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.work import StepWork
+
+if TYPE_CHECKING:
+    from loraplex.engine.cuda.bus import Stretch
 
 _CPU_BLOCKS = 512
 _CPU_ADAPTER_BYTES = 1 << 30
@@ -232,6 +235,8 @@ class _RandomBlocks:
             self._parts[spec.version] = table, self._slabs[kind]
 
     def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
+        from loraplex.engine.cuda.bus import Stretch
+
         table, slab = self._parts[spec.version]
         split = table.numel()
         parts = [

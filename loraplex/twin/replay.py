@@ -44,7 +44,7 @@ class ReplayOptions:
     For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
     rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
     profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
-    compute LoRA for adapters on their way to a GPU.
+    compute LoRA for adapters that are being copied to a GPU.
     """
 
     num_adapters: int
@@ -86,7 +86,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         on_gpu = profile.subject.device == "cuda"
         if not on_gpu and (options.cpu_workers or options.cold_start in _ON_A_GPU):
             raise UserError(
-                "the profile is of an engine on a CPU, which has no adapters on their way to a GPU; leave "
+                "the profile is of an engine on a CPU, which copies no adapters to a GPU; leave "
                 "--cpu-workers out, and choose --cold-start overlap, on-demand or cached"
             )
         if options.cpu_workers and options.cold_start not in (None, ColdStart.CPU_ASSIST, ColdStart.AUTO):

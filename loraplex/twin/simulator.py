@@ -263,19 +263,16 @@ class Simulator:
         """Return the end of a step that begins at `begin_s`; each layer waits for its own weights."""
         step_s = self._times.step_s(plan, num_waiting)
         if self._in_flight and plan.stalls:
-            used = {chunk.adapter: chunk.num_tokens for chunk in plan.chunks}
+            used: dict[str | None, list[int]] = {}
+            for chunk in plan.chunks:
+                used.setdefault(chunk.adapter, []).append(chunk.num_tokens)
             loads = [
-                (version, self._as_of(begin_s, load, used[version]))
+                (version, _relative(load, begin_s, used[version]))
                 for version, load in self._in_flight.items()
                 if version in used
             ]
             step_s += self._times.stall_s(step_s, loads)
         return begin_s + step_s
-
-    def _as_of(self, now_s: float, load: LoadInFlight, num_tokens: int) -> LoadInFlight:
-        """Return a load as a step sees it that begins then. CPU workers assist with prompts, not decodes."""
-        assisted = load.assisted_layers if num_tokens > 1 else 0
-        return LoadInFlight(load.begin_s - now_s, load.end_s - now_s, assisted, num_tokens)
 
     def _compute(self, plan: StepPlan) -> None:
         self.now_s = self._end_s(plan, self.scheduler.num_waiting, self.now_s)
@@ -379,6 +376,13 @@ class Simulator:
         for end_s, _, version, _ in self._ends:
             if version in versions:
                 self.now_s = max(self.now_s, end_s)
+
+
+def _relative(load: LoadInFlight, now_s: float, num_tokens: Sequence[int]) -> LoadInFlight:
+    """Return the load with times relative to `now_s`, for a step with so many tokens of each request. CPU
+    workers assist with prompts; a decode waits for the whole adapter."""
+    assisted = load.assisted_layers if min(num_tokens) > 1 else 0
+    return LoadInFlight(load.begin_s - now_s, load.end_s - now_s, assisted, sum(num_tokens))
 
 
 def _is_for_later(load: AdapterLoad) -> bool:

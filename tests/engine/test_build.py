@@ -54,11 +54,15 @@ def test_what_a_machine_without_a_gpu_cannot_do_is_said_before_anything_is_read(
     [
         ({"kv_memory_bytes": 1 << 30}, "share what --memory-fraction gives them; leave out --kv-memory"),
         ({"device": "cuda", "tensor_parallel": 2}, "needs as many CUDA devices; there are 1"),
-        ({"device": "cuda", "cpu_workers": 2}, "--cpu-workers are for --cold-start cpu-assist"),
+        (
+            {"device": "cuda", "cpu_workers": 2, "cold_start": ColdStart.OVERLAP},
+            "--cpu-workers are for --cold-start cpu-assist or auto",
+        ),
         (
             {"device": "cuda", "tensor_parallel": 2, "cold_start": ColdStart.CPU_ASSIST},
-            "is for one GPU; with --tensor-parallel, choose pipelined",
+            "are for one GPU; with --tensor-parallel, leave out --cpu-workers",
         ),
+        ({"device": "cuda", "tensor_parallel": 2, "cpu_workers": 2}, "CPU workers are for one GPU"),
     ],
 )
 def test_options_that_do_not_go_with_a_gpu_are_refused(options: dict[str, Any], message: str) -> None:

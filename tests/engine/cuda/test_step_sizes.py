@@ -28,12 +28,12 @@ def test_every_step_finds_its_graph_among_those_that_are_captured() -> None:
     captured = all_graph_sizes(BLOCKS, LAYERS)
     for num_decodes in range(MIXED_DECODES[-1] + 1):
         for prompts in ((2,), (17,), (100, 30), (768,)):
-            sizes = graph_sizes(step(num_decodes, prompts), BLOCKS, LAYERS)
+            sizes = graph_sizes(step(num_decodes, prompts), BLOCKS, LAYERS, 0)
             assert sizes in captured
             assert num_decodes + sum(prompts) <= sizes.rows
             assert num_decodes <= sizes.decodes <= max(2 * num_decodes, MIXED_DECODES[0])
         if num_decodes:
-            assert graph_sizes(step(num_decodes, ()), BLOCKS, LAYERS) in captured
+            assert graph_sizes(step(num_decodes, ()), BLOCKS, LAYERS, 0) in captured
 
 
 def test_no_graph_is_captured_that_no_step_fits() -> None:
