@@ -13,7 +13,7 @@ _KINDS: Final = ("victims", "queue", "admission")
 
 
 def loads_table(result: Result) -> str:
-    """What was asked of the engine, and what it did as shipped: means, and the smallest and largest seed."""
+    """Return the loads and the figures as shipped: means, and the smallest and largest seed."""
     lines = []
     for name, section in _loads(result).items():
         figures = _of(section, _SHIPPED)
@@ -55,7 +55,7 @@ def ranges_table(result: Result) -> str:
 
 
 def memory_table(result: Result) -> str:
-    """What policies do to memory: reads from disk, loads to the device, preemptions; and the SLO."""
+    """Return reads from disk, loads to the device, preemptions and the SLO attained, by policy."""
     rows = [(name, *_line(result, name, _traffic)) for name in (_SHIPPED, *_names(result))]
     headings = ("reads from disk / loads to the device / preemptions, SLO attained", *_loads(result))
     return table(headings, rows)

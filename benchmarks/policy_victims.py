@@ -257,7 +257,7 @@ def backed(memory: Memory, seconds: Seconds, byte_s: float) -> None:
 
 
 def gdsf(memory: Memory, seconds: Seconds, byte_s: float) -> None:
-    """By one measure for adapters and blocks."""
+    """Evict adapters and blocks by one measure."""
     tables, floor = memory.table, Floor()
     adapters = GreedyDualAdapters(tables.serving.resident, seconds, floor)
     tables.serving.idle = adapters

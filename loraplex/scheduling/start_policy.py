@@ -48,17 +48,17 @@ class StartPolicy:
 
     @property
     def streams(self) -> bool:
-        """Whether requests may start before their adapter has arrived."""
+        """Return whether requests may start before their adapter has arrived."""
         return self._cold_start in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     @property
     def decides(self) -> bool:
-        """Whether costs decide which steps such requests join."""
+        """Return whether costs decide which steps such requests join."""
         return self._costs is not None and self._cold_start in (ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     @property
     def assists(self) -> bool:
-        """Whether CPU workers may compute the first layers of an adapter that is being copied."""
+        """Return whether CPU workers may compute the first layers of an adapter that is being copied."""
         return self._num_workers > 0 and self._cold_start in (ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     def is_there_after(self, seconds: float, num_bytes: int) -> bool:

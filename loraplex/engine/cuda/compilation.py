@@ -108,8 +108,9 @@ class KernelCompilation:
 
 
 def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
-    """Return one launch of every variant of every kernel that steps can need. Variants do not depend on the
-    number of layers, so the model has only two, which takes a fraction of the time."""
+    """Return one launch of every variant of every kernel that steps can need, but for those of CPU workers,
+    which the first captures compile. Variants do not depend on the number of layers, so the model has only
+    two, which takes a fraction of the time."""
     config = wanted.config
     config = replace(config, shape=replace(config.shape, num_layers=min(config.shape.num_layers, _LAYERS)))
     shape = config.shape

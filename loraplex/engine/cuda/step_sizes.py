@@ -85,7 +85,7 @@ def fewest_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) 
 
 
 def assisted_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
-    """Return sizes that cover every step with prompts that CPU workers assist with; the largest first."""
+    """Return sizes that cover steps with narrow tables in which CPU workers assist; the largest first."""
     table_width = min(NARROW_TABLE, max_blocks)
     return [
         mixed_sizes(rows, _decodes_within(rows)[-1], MIXED_SPANS[-1], table_width, num_layers, MAX_SPANS)
