@@ -24,12 +24,12 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.graph_queue import GraphKey
 from loraplex.engine.cuda.step_runner import StepRunner
-from loraplex.engine.cuda.step_sizes import DECODE_ROWS, MIXED_DECODES, decode_sizes, mixed_sizes
+from loraplex.engine.cuda.step_sizes import DECODE_ROWS, MIXED_DECODES, MIXED_ROWS, decode_sizes, mixed_sizes
 from loraplex.engine.cuda.streams import use_device
 from loraplex.engine.cuda.triton_hash import hash_triton
 from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
-from loraplex.kernels.triton.decode_attention import choose_num_splits
+from loraplex.kernels.triton.decode_attention import choose_num_splits, has_many_programs
 from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches
 from loraplex.kernels.triton.launcher_modules import load_modules_apart
 from loraplex.kernels.triton.triton_kernels import TritonKernels, multiprocessors
@@ -44,7 +44,7 @@ _MAX_THREADS: Final = 16
 _LAYERS: Final = 2
 _PAGES: Final = 2
 _TABLE_WIDTH: Final = 8
-_PROMPT_ROWS: Final = 64
+_PROMPT_ROWS: Final = (64, MIXED_ROWS[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,15 +137,16 @@ def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
 def _all_variants(shape: ModelShape, num_sms: int) -> Iterator[GraphKey]:
     """Yield steps that together launch every variant."""
     groups = frozenset(GROUPS)
-    by_splits = {
-        choose_num_splits(decodes, shape.num_kv_heads, num_sms): decodes
-        for decodes in range(1, DECODE_ROWS[-1])
-    }
-    for rows in {1, DECODE_ROWS[-1], *by_splits.values()}:  # few tiles, many, and every split of contexts
+    by_attention = {}
+    for decodes in range(1, DECODE_ROWS[-1]):
+        num_splits = choose_num_splits(decodes, shape.num_kv_heads, num_sms)
+        by_attention[num_splits, has_many_programs(decodes, shape.num_kv_heads, num_splits)] = decodes
+    for rows in {1, DECODE_ROWS[-1], *by_attention.values()}:  # few tiles, many, and every kind of attention
         yield GraphKey(decode_sizes(rows, _TABLE_WIDTH), groups, False)
     yield GraphKey(decode_sizes(DECODE_ROWS[-1], _TABLE_WIDTH), groups, True)
-    mixed = mixed_sizes(_PROMPT_ROWS, MIXED_DECODES[0], 1, _TABLE_WIDTH, shape.num_layers)
-    yield GraphKey(mixed, groups, False)
+    for rows in _PROMPT_ROWS:
+        mixed = mixed_sizes(rows, MIXED_DECODES[0], 1, _TABLE_WIDTH, shape.num_layers)
+        yield GraphKey(mixed, groups, False)
 
 
 def keep_compiled_kernels() -> None:

@@ -20,8 +20,6 @@ from loraplex.kernels.triton.triton_kernels import StepSegments
 
 _ROWS_TO_SHARE: Final = 2.5
 """Mean number of rows per adapter from which it pays to read its weights once for several rows."""
-_SPAN_LAUNCH: Final = BlocksLaunch()
-SPAN_TILE_ROWS: Final = _SPAN_LAUNCH.block_m
 
 Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """First row and number of rows of each tile; the address of its adapter's table."""
@@ -29,13 +27,14 @@ Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLora:
-    """Tiles on the host, the groups of linears that the adapters touch, and whether decoding rows share
-    adapters."""
+    """Tiles on the host, the groups of linears that the adapters touch, whether decoding rows share
+    adapters, and how prompts are cut into tiles."""
 
     decode_tiles: Tiles
     span_tiles: Tiles
     groups: frozenset[str]
     shares: bool
+    span_launch: BlocksLaunch
 
     def steps(
         self, shape: ModelShape, block: DeviceBlock, scratch: StepScratch | None = None
@@ -65,7 +64,7 @@ class StepLora:
                     tiles_N2=block["span_tiles"],
                     tables_N=block["span_tables"],
                     num_rows=sizes.rows,
-                    launch=_SPAN_LAUNCH,
+                    launch=self.span_launch,
                     groups=self.groups,
                     scratch=None if scratch is None else scratch.spans,
                 )
@@ -94,7 +93,7 @@ class StepScratch:
                 shape,
                 num_tiles=max(size.span_tiles for size in sizes),
                 num_rows=max(size.rows for size in sizes),
-                launches=[_SPAN_LAUNCH],
+                launches=[BlocksLaunch.for_prompts(size.rows) for size in sizes],
                 device=device,
             ),
         )
@@ -106,31 +105,41 @@ def to_device(integers: Sequence[Any], device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def split_segments(batch: KernelBatch, *, may_share: bool = True) -> StepLora:
+def split_segments(batch: KernelBatch, *, may_share: bool = True, num_rows: int | None = None) -> StepLora:
     """Cut a step's segments, which begin with those of the decoding rows, into tiles. Without `may_share`
-    decoding rows are computed one by one, even if they share adapters."""
+    decoding rows are computed one by one, even if they share adapters. `num_rows`: of the step with its
+    padding, if it has any."""
     segments: StepSegments | None = batch.lora
+    num_rows = num_rows or batch.token_ids_T.shape[0]
     if segments is None:
-        return no_tiles(frozenset(), shares=False)
+        return no_tiles(frozenset(), shares=False, num_rows=num_rows)
     decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
     lengths = segments.spans_N2[decodes, 1]
     # Only without prompts: with them, sharing is not worth a graph of its own.
     pays = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= _ROWS_TO_SHARE)
     shares = may_share and pays
+    span_launch = BlocksLaunch.for_prompts(num_rows)
     return StepLora(
         decode_tiles=cut_tiles(
             segments.spans_N2[decodes], segments.tables_N[decodes], _decode_launch(shares, len(lengths))
         ),
-        span_tiles=cut_tiles(segments.spans_N2[~decodes], segments.tables_N[~decodes], _SPAN_LAUNCH),
+        span_tiles=cut_tiles(segments.spans_N2[~decodes], segments.tables_N[~decodes], span_launch),
         groups=segments.groups,
         shares=shares,
+        span_launch=span_launch,
     )
 
 
-def no_tiles(groups: frozenset[str], *, shares: bool) -> StepLora:
+def no_tiles(groups: frozenset[str], *, shares: bool, num_rows: int) -> StepLora:
     """Return LoRA work without tiles: of a step without adapters, or one that is only captured."""
     none = np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=np.int64)
-    return StepLora(decode_tiles=none, span_tiles=none, groups=groups, shares=shares)
+    return StepLora(
+        decode_tiles=none,
+        span_tiles=none,
+        groups=groups,
+        shares=shares,
+        span_launch=BlocksLaunch.for_prompts(num_rows),
+    )
 
 
 def _decode_launch(shares: bool, num_tiles: int) -> RowsLaunch | BlocksLaunch:

@@ -25,6 +25,7 @@ from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
 from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, assisted_graph_sizes, exact_sizes, graph_sizes
 from loraplex.kernels.triton.assist import AssistSpans
+from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.kernels.triton.lora_rows import FEW_SEGMENTS
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
@@ -138,8 +139,7 @@ class StepRunner:
         choice = None if sizes is None else self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares))
         if choice is not None:
             graph = choice.graph
-            if lora.shares != choice.key.shares:
-                lora = split_segments(built.batch, may_share=choice.key.shares)
+            lora = self._cut_for(choice.key, built, lora)
             host_block = self._fill(graph.block.sizes, built, lora, seats, wanted_copies, assisted)
             graph.block.upload(host_block)
             graph.replay()
@@ -155,6 +155,12 @@ class StepRunner:
         return StepOutput(
             host_block=host_block, logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH
         )
+
+    def _cut_for(self, key: GraphKey, built: BuiltBatch, lora: StepLora) -> StepLora:
+        """Return the LoRA work of a step as the graph that it replays cuts it."""
+        if (lora.shares, lora.span_launch) == (key.shares, BlocksLaunch.for_prompts(key.sizes.rows)):
+            return lora
+        return split_segments(built.batch, may_share=key.shares, num_rows=key.sizes.rows)
 
     def expect(self, groups: frozenset[str]) -> None:
         """Announce steps whose adapters touch these groups of linears."""
@@ -185,7 +191,7 @@ class StepRunner:
             key.sizes, torch.empty(key.sizes.num_integers, dtype=torch.int64, device=self._device)
         )
         block.upload(self._host_block(key.sizes))
-        lora = no_tiles(key.groups, shares=key.shares)
+        lora = no_tiles(key.groups, shares=key.shares, num_rows=key.sizes.rows)
         _, logits_LV = self._forward(block, self._lora_steps(lora, block))
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
@@ -237,7 +243,7 @@ class StepRunner:
         assert self._recorder is not None
         block = DeviceBlock(sizes, buffers.integers)
         block.tensor.copy_(self._host_block(sizes).tensor)
-        lora = no_tiles(key.groups, shares=key.shares)
+        lora = no_tiles(key.groups, shares=key.shares, num_rows=key.sizes.rows)
         steps = self._lora_steps(lora, block, buffers.scratch)
         logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
 
@@ -302,6 +308,7 @@ def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
     yield "decodes", sizes.decodes, sizes.spans > 0
     for group in key.groups:
         yield group, key.shares, sizes.decode_tiles > FEW_SEGMENTS, sizes.span_tiles > 0
+        yield group, BlocksLaunch.for_prompts(sizes.rows)
         if sizes.assists > 0:
             yield group, sizes.span_tiles
 

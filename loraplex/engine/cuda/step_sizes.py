@@ -17,7 +17,8 @@ from typing import Final
 
 from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
-from loraplex.engine.cuda.step_lora import SPAN_TILE_ROWS, StepLora
+from loraplex.engine.cuda.step_lora import StepLora
+from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.perf.assist_split import MAX_SPANS
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
@@ -146,7 +147,7 @@ def mixed_sizes(
         table_width=table_width,
         logits=decodes + spans,
         decode_tiles=decodes,
-        span_tiles=spans + rows // SPAN_TILE_ROWS,
+        span_tiles=spans + rows // BlocksLaunch.for_prompts(rows).block_m,
         gates=1 + num_layers,
         assists=assists,
     )

@@ -34,6 +34,11 @@ _MAX_SPLITS = 16
 _TILE_BYTES = 64 * 128 * 2
 _NUM_WARPS = 4
 _NUM_STAGES = 3
+# From so many programs on, more and smaller ones read faster. Fewer would leave the device idle while the
+# longest contexts end.
+_MANY_PROGRAMS = 3000
+_MANY_TILE_BYTES = 32 * 128 * 2
+_MANY_WARPS = 1
 _COMBINE_WARPS = 2
 
 
@@ -66,6 +71,11 @@ def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
     return num_splits
 
 
+def has_many_programs(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
+    """Return whether a launch has so many programs that small ones are faster."""
+    return num_rows * num_kv_heads * num_splits >= _MANY_PROGRAMS
+
+
 def decode_attention(
     qkv_TO: torch.Tensor,
     rows_D: torch.Tensor,
@@ -90,10 +100,11 @@ def decode_attention(
         assert scratch is not None
         assert num_rows * num_heads * num_splits <= scratch.weights_P.shape[0]
         values, weights = scratch.values_PH, scratch.weights_P
+    is_many = has_many_programs(num_rows, num_kv_heads, num_splits)
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_dim(head_dim),
-        "TILE": tile_tokens(_TILE_BYTES, k_cache),
+        "TILE": tile_tokens(_MANY_TILE_BYTES if is_many else _TILE_BYTES, k_cache),
         "NUM_SPLITS": num_splits,
     }
     group = num_heads // num_kv_heads
@@ -118,7 +129,7 @@ def decode_attention(
         BLOCK_M=max(triton.next_power_of_2(group), MIN_DOT),
         **constants,
         STAGES=_NUM_STAGES,
-        num_warps=_NUM_WARPS,
+        num_warps=_MANY_WARPS if is_many else _NUM_WARPS,
     )
     if num_splits > 1:
         _combine_kernel[(num_rows, num_heads)](

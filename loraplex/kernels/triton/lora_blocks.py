@@ -10,6 +10,7 @@ of `lora_rows`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -25,23 +26,40 @@ from loraplex.kernels.triton.lora_entries import (
     weights_at,
 )
 
+_FEW_PROMPT_ROWS: Final = 512
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksLaunch:
-    """Block sizes of a launch. The defaults are for prompts. `shrink_splits`: parts of the inputs whose
-    products are summed by the expand, as tiles alone are too few to fill the device."""
+    """Block sizes of a launch. The defaults are for prompts of many rows. `shrink_splits`: parts of the
+    inputs whose products are summed by the expand, as tiles alone are too few to fill the device."""
 
-    block_m: int = 64
+    block_m: int = 128
     shrink_block_r: int = 64
-    shrink_block_k: int = 128
+    shrink_block_k: int = 64
     shrink_splits: int = 2
     shrink_warps: int = 4
-    shrink_stages: int = 3
+    shrink_stages: int = 4
     rank_programs: int = 3
-    expand_block_n: int = 128
-    expand_block_r: int = 64
+    expand_block_n: int = 256
+    expand_block_r: int = 32
     expand_warps: int = 8
     expand_stages: int = 1
+
+    @classmethod
+    def for_prompts(cls, num_rows: int) -> BlocksLaunch:
+        """Return sizes for prompts in a step of this many rows: with few, smaller tiles fill the device."""
+        if num_rows > _FEW_PROMPT_ROWS:
+            return cls()
+        return cls(
+            block_m=32,
+            shrink_block_r=32,
+            shrink_block_k=256,
+            shrink_stages=3,
+            rank_programs=6,
+            expand_block_n=128,
+            expand_warps=4,
+        )
 
     @classmethod
     def for_decode(cls) -> BlocksLaunch:
@@ -55,6 +73,7 @@ class BlocksLaunch:
             shrink_stages=3,
             rank_programs=12,
             expand_block_n=128,
+            expand_block_r=64,
             expand_warps=4,
         )
 

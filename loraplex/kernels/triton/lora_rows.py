@@ -34,8 +34,8 @@ from loraplex.kernels.triton.lora_entries import (
 
 FEW_SEGMENTS: Final = 8
 _RANK_PROGRAMS: Final = 96
-_SHRINK_PROGRAMS: Final = 1024
-_MIN_RANK_PROGRAMS: Final = 8
+_SHRINK_PROGRAMS: Final = 2048
+_MIN_RANK_PROGRAMS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,12 @@ class RowsLaunch:
     shrink_block_r: int = 2
     shrink_block_k: int = 2048
     shrink_warps: int = 2
+    shrink_stages: int = 2
     rank_programs: int = _RANK_PROGRAMS
-    expand_block_n: int = 1024
+    expand_block_n: int = 512
     expand_block_r: int = 4
-    expand_warps: int = 4
-    expand_stages: int = 3
+    expand_warps: int = 2
+    expand_stages: int = 4
 
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
@@ -57,7 +58,7 @@ class RowsLaunch:
         with few programs each; more would exceed an adapter's rank, and starting and ending those would take
         longer than the others take to read."""
         if num_segments <= FEW_SEGMENTS:
-            return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
+            return cls(shrink_stages=1, expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
         wanted = _SHRINK_PROGRAMS // num_segments
         return cls(rank_programs=max(_MIN_RANK_PROGRAMS, min(_RANK_PROGRAMS, wanted)))
 
@@ -67,6 +68,7 @@ class RowsLaunch:
 def _shrink_rows(
     x, x_stride, h, h_split_stride, h_stride, segments, entries, table_row,
     IN: tl.constexpr, NUM_MODULES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(2)
     row, num_rows = segment_of(segments)
@@ -77,7 +79,8 @@ def _shrink_rows(
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     k_mask = k < IN
     inputs = tl.load(x + row * x_stride + k, mask=k_mask, other=0.0).to(tl.float32)
-    for r0 in range(tl.program_id(1) * BLOCK_R, total_rank, tl.num_programs(1) * BLOCK_R):
+    first, stride = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
+    for r0 in tl.range(first, total_rank, stride, num_stages=STAGES):
         ranks = r0 + tl.arange(0, BLOCK_R)
         rank_mask = ranks < total_rank
         a = tl.load(
@@ -144,7 +147,7 @@ def shrink_rows(
     _shrink_rows[(segments_N2.shape[0], launch.rank_programs, splits)](
         x_TI, x_TI.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), segments_N2, entries, table_row,
         IN=in_features, NUM_MODULES=num_modules, BLOCK_R=launch.shrink_block_r,
-        BLOCK_K=launch.shrink_block_k, num_warps=launch.shrink_warps,
+        BLOCK_K=launch.shrink_block_k, STAGES=launch.shrink_stages, num_warps=launch.shrink_warps,
     )  # fmt: skip
 
 

@@ -132,7 +132,8 @@ class TritonKernels(TorchKernels):
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
             self._await_weights(batch, layer, group)
-            for step in steps:
+            # Those of prompts first: they are short, and CPU workers may wait for their inputs.
+            for step in reversed(steps):
                 step.shrink(x_TI, layer, group)
         y_TO = linear(x_TI)
         main.wait_stream(self._side_stream)
