@@ -10,7 +10,8 @@ from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.assist.shared_block import SharedBlock
 from loraplex.engine.assist.tasks import AssistPart, AssistTask
 from loraplex.engine.cuda import driver
-from loraplex.kernels.triton.assist import AssistMemory, AssistSpans
+from loraplex.engine.cuda.cpu_assist import memory_of
+from loraplex.kernels.triton.assist import AssistSpans
 from loraplex.perf.assist_split import MAX_SPANS
 
 WIDTH = 32
@@ -70,15 +71,7 @@ def one_span(pool: AssistPool, table: torch.Tensor) -> AssistSpans:
         row_spans_T=integers(1),
         modes_S=torch.zeros(MAX_SPANS, dtype=torch.int64, device=device),
         ticket_1=integers(0),
-        memory=AssistMemory(
-            x=pool.x,
-            y=pool.y,
-            words=pool.control.words,
-            done=pool.control.done_place,
-            skips=pool.control.skips_place,
-            ring_size=pool.ring_size,
-            num_slots=pool.num_slots,
-        ),
+        memory=memory_of(pool),
     )
 
 

@@ -42,15 +42,21 @@ def measure_assist(
 ) -> AssistCost:
     """Measure q, k and v of one layer, on all workers and on a third of them."""
     samples: list[AssistSample] = []
-    for number in sorted({num_workers, max(num_workers // 3, 1)}):
+    rows_each: int | None = None  # as measured by all workers; others would measure a little more or less
+    for number in sorted({num_workers, max(num_workers // 3, 1)}, reverse=True):
         with ExitStack() as closing:
-            tasks = _Tasks(shape, dtype, number, closing)
+            tasks = _Tasks(shape, dtype, number, rows_each, closing)
+            rows_each = tasks.rows_each
             timed = [partial(tasks.seconds, tokens, rank) for tokens in _TOKENS for rank in _RANKS]
             took_s = time_alternating(timed, repeats=repeats, report=report)
             sizes = [(tokens, rank) for tokens in _TOKENS for rank in _RANKS]
             samples += [
                 AssistSample(
-                    num_tokens=tokens, weights=tasks.weights(rank), num_workers=number, seconds=seconds
+                    num_tokens=tokens,
+                    weights=tasks.weights(rank),
+                    num_workers=tasks.num_workers,
+                    seconds=seconds,
+                    rows_each=rows_each,
                 )
                 for (tokens, rank), seconds in zip(sizes, took_s, strict=True)
             ]
@@ -64,7 +70,14 @@ def measure_assist(
 class _Tasks:
     """A pool of workers, and tasks for it."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, num_workers: int, closing: ExitStack) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        num_workers: int,
+        rows_each: int | None,
+        closing: ExitStack,
+    ) -> None:
         self._in = shape.hidden_size
         self._outs = [shape.out_features(module) for module in GROUPS["qkv"]]
         self._itemsize = dtype.itemsize
@@ -78,11 +91,14 @@ class _Tasks:
             x_elements=max(_TOKENS) * self._in,
             y_elements=max(_TOKENS) * sum(self._outs),
             profiled=(self._in, self._outs[0], max(_RANKS)),
+            rows_each=rows_each,
         )
         closing.callback(self._pool.close)
         self._pool.x.normal_()
         self._index = self._pool.add_weights(self._block)
-        self._pool.wait_ready(_READY_S)
+        # Without any, one thread computes.
+        self.num_workers = max(self._pool.wait_ready(_READY_S), 1)
+        self.rows_each = self._pool.rows_each
         self._num_submitted = 0
 
     def weights(self, rank: int) -> tuple[int, ...]:

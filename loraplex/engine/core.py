@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -51,17 +51,20 @@ class Engine:
         memory: Memory,
         executor: Executor,
         costs: DriftWatch | None = None,
+        count_workers: Callable[[], int] | None = None,
         load_deadline_s: float = LOAD_DEADLINE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`costs`: predicted costs on this machine, corrected by measured ones. `load_deadline_s`: requests
-        fail if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
+        """`costs`: predicted costs on this machine, corrected by measured ones. `count_workers`: returns how
+        many CPU workers are ready now; None if their number does not change. `load_deadline_s`: requests fail
+        if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
         longest that a step waits for a load."""
         self.max_model_len = config.max_model_len
         self.step_work = config.work
         self._table = memory.table
         self._scheduler = Scheduler(config, memory, costs)
         self._costs = costs
+        self._count_workers = count_workers
         self._executor = executor
         self._load_deadline_s = load_deadline_s
         self._max_pause_s = max_pause_s
@@ -75,6 +78,8 @@ class Engine:
     def step(self) -> Sequence[EngineOutput]:
         self._collect_loads(timeout_s=0.0)
         self._fail_overdue()
+        if self._count_workers is not None:
+            self._scheduler.adapters.set_num_workers(self._count_workers())
         plan = self._scheduler.schedule()
         for request_id in plan.preempted:
             self._executor.preempt(request_id)

@@ -15,6 +15,8 @@ MAX_SPANS: Final = 4
 """Prompts of one step that workers assist with."""
 ROW_ALIGNMENT: Final = 16
 """Rows that matrix tiles compute at once."""
+ROWS_EACH: Final = 32
+"""Rows that are worth a core where it was not measured: those of a tile of the product by torch."""
 
 
 class Share(NamedTuple):

@@ -110,6 +110,10 @@ class CostModel:
         fast."""
         return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
 
+    def assist_is_sure(self, plan: layer_pipeline.AssistPlan, step_s: float) -> bool:
+        """Return whether CPU workers save more of a step of `step_s` than their predicted cost may be off."""
+        return plan.saved_s > self.assist.error * (step_s + plan.delay_s)
+
     def _bus(self) -> Bus:
         """Return the corrected bus; if there is none, one that takes no time."""
         if self.bus is None:

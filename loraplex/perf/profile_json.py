@@ -20,6 +20,7 @@ from loraplex.core.errors import StorageError, UserError
 from loraplex.core.modules import MODULES
 from loraplex.core.whole_file import write_whole
 from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.assist_split import ROWS_EACH
 from loraplex.perf.cost_model import Corrections, CostModel, KernelKind
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
@@ -313,7 +314,10 @@ def _curve(found: JsonObject) -> RowCurve:
 
 def _assist_cost(found: JsonObject) -> AssistCost:
     names = ("round_trip_s", "token_s", "call_s", "weight_s", "row_s")
-    cost = AssistCost(**{name: found.number(name) for name in names}, quality=_quality(found))
+    # Older profiles lack `rows_each`: where it was not measured, the pool splits by the same default.
+    rows_each = found.count("rows_each") if "rows_each" in found.names else ROWS_EACH
+    costs = {name: found.number(name) for name in names}
+    cost = AssistCost(**costs, rows_each=rows_each, quality=_quality(found))
     found.end()
     return cost
 

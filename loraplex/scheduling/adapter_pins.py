@@ -31,18 +31,20 @@ leave empty."""
 class AdapterPins:
     """Pins adapters for waiting requests and starts their loads.
 
-    `prefetch_depth`: number of waiting requests whose adapters may start to load. `refused`: the request
+    `prefetch_depth`: number of waiting requests whose adapters may start to load. `step_tokens`: most tokens
+    of a prompt in one step. `refused`: the request
     whose adapter found no room, if any; requests behind it must not take that memory. `short`: the request
     whose tokens found no room. `reads`: versions to read into host memory before they can be loaded.
     `to_keep`: versions still to be loaded and kept. `starts`: decides whether steps may use an adapter while
     it is being copied from host memory.
     """
 
-    def __init__(self, memory: Memory, *, prefetch_depth: int) -> None:
+    def __init__(self, memory: Memory, *, prefetch_depth: int, step_tokens: int) -> None:
         self._memory = memory
         self._table = memory.table
         self.reads = HostReads(memory.table)
         self._prefetch_depth = prefetch_depth
+        self._step_tokens = step_tokens
         self.to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
         self._assist_delays_s: dict[str, float] = {}  # of adapters in flight that CPU workers assist with
@@ -84,7 +86,7 @@ class AdapterPins:
             if sequence.adapter_hit is None:
                 sequence.adapter_hit = not absent
             if absent:
-                self._load(version, num_tokens=len(sequence.token_ids))
+                self._load(version, num_tokens=min(len(sequence.token_ids), self._step_tokens))
             self._follow_moves(running)
 
     def load_popular(self, versions: Iterable[str], running: Sequence[RequestState]) -> None:
@@ -213,7 +215,8 @@ class AdapterPins:
             self.to_keep.popleft()
 
     def _load(self, version: str, num_tokens: int = 0) -> None:
-        """`num_tokens`: length of the prompt that waits for the version, if one does."""
+        """`num_tokens`: those that the first step computes of the prompt that waits for the version, if one
+        does."""
         load, num_bytes = self._memory.load_of(version), self._table.num_bytes(version)
         source = self._table.host_place(version)
         assisted_layers = 0

@@ -49,13 +49,22 @@ class AdapterPlanner:
         self._costs = costs
         self._popularity = Popularity()
         self._under_way: deque[Sequence[Chunk]] = deque()  # steps
-        self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth)
+        self._num_workers = config.num_workers
+        self.pins = AdapterPins(
+            memory, prefetch_depth=config.prefetch_depth, step_tokens=config.work.max_tokens
+        )
         self.choose_cold_start(config.cold_start)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """Set the policy for adapters that are loaded from now on."""
         self.cold_start = cold_start
-        self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
+        self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._num_workers)
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Record how many CPU workers are ready: those that start, or have died, assist with nothing."""
+        if num_workers != self._num_workers:
+            self._num_workers = num_workers
+            self.choose_cold_start(self.cold_start)
 
     # ---- which are known
 

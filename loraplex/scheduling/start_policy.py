@@ -96,7 +96,8 @@ class StartPolicy:
 
     def assist_plan(self, num_bytes: int, prompt: StepFeatures, *, num_groups: int = 1) -> AssistPlan:
         """Return how many of an adapter's first layers CPU workers compute for a prompt while the adapter is
-        copied, with nothing else on the bus. `num_groups`: groups of linears that it changes in a layer."""
+        copied, with nothing else on the bus; with `auto`, none unless that is sure to save time.
+        `num_groups`: groups of linears that it changes in a layer."""
         if not self.assists:
             return _NO_PLAN
         if self._costs is None:
@@ -109,8 +110,10 @@ class StartPolicy:
             num_tokens=prompt.num_rows,
             num_workers=self._num_workers,
         )
-        layer_bytes = [num_bytes // num_layers] * num_layers
-        return model.assist_layers(layer_bytes, model.step_s(prompt), layer_s)
+        layer_bytes, step_s = [num_bytes // num_layers] * num_layers, model.step_s(prompt)
+        plan = model.assist_layers(layer_bytes, step_s, layer_s)
+        is_unsure = self._cold_start is ColdStart.AUTO and not model.assist_is_sure(plan, step_s)
+        return _NO_PLAN if is_unsure else plan
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Record the time of copies to the device that nothing delayed."""

@@ -12,6 +12,7 @@ import pytest
 from cost_models import H200_MEMORY, SUBJECT, h200_model
 
 from loraplex.core.errors import StorageError
+from loraplex.perf.assist_split import ROWS_EACH
 from loraplex.perf.cost_model import Corrections, KernelKind, with_padded_kernels
 from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profile, write_profile
 
@@ -23,6 +24,7 @@ def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
         replace(h200_model(), bus=None, corrections=Corrections(step=1.5)),
         replace(h200_model(), held_out=None, memory=None),
         with_padded_kernels(h200_model()),
+        replace(h200_model(), assist=replace(h200_model().assist, rows_each=128)),
         replace(h200_model(), memory=replace(H200_MEMORY, arena_bytes=None, kv_tokens=1000, table_bytes=0)),
     )
     for model in models:
@@ -41,6 +43,15 @@ def test_an_older_profile_says_nothing_of_a_steps_work(tmp_path: Path) -> None:
     memory = read_profile(path).memory
     assert memory is not None
     assert (memory.step_tokens, memory.position_cost) == (2048, 0.0)
+
+
+def test_an_older_profile_has_the_split_that_a_pool_has_without_measuring(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    model = replace(h200_model(), assist=replace(h200_model().assist, rows_each=128))
+    document = json.loads(profile_to_json(model))
+    assert document["assist"].pop("rows_each") == 128
+    path.write_text(json.dumps(document))
+    assert read_profile(path).assist.rows_each == ROWS_EACH
 
 
 def test_an_older_profile_is_of_kernels_that_do_not_pad(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.layer_pipeline import AssistPlan, Bus
+from loraplex.perf.least_squares import FitQuality
 from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepFeatures, StepTerms
 from loraplex.perf.subject import Subject
@@ -22,6 +23,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import StepPlan
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.start_policy import InFlight, StartPolicy
+from loraplex.scheduling.work import StepWork
 
 MB = 1 << 20
 
@@ -133,6 +135,22 @@ def test_cpu_workers_take_as_many_layers_as_the_bus_is_slow() -> None:
     assert pipelined.assist_plan(100 * MB, prompt).num_layers == 0
 
 
+@pytest.mark.parametrize("bytes_per_s", [0.2e9, 0.5e9, 2e9, 4e9])
+def test_auto_uses_workers_only_if_they_save_more_than_their_cost_may_be_off(bytes_per_s: float) -> None:
+    prompt, model = StepFeatures(num_prompts=1, num_prompt_tokens=32), costs(bytes_per_s=bytes_per_s)
+
+    def plan(cold_start: ColdStart, error: float) -> AssistPlan:
+        quality = FitQuality(num_samples=9, r_squared=0.9, mean_error=error, worst_error=error)
+        known = replace(model, assist=replace(model.assist, quality=quality))
+        return StartPolicy(cold_start, DriftWatch(known), 8).assist_plan(100 * MB, prompt)
+
+    asked = plan(ColdStart.CPU_ASSIST, 0.5)
+    assert asked.num_layers > 0
+    saved = asked.saved_s / (model.step_s(prompt) + asked.delay_s)
+    assert plan(ColdStart.AUTO, saved * 0.99) == asked
+    assert plan(ColdStart.AUTO, saved * 1.01) == AssistPlan()
+
+
 def assisted_joins(policy: StartPolicy, step: StepFeatures, *, delay_s: float, own_mb: int = 100) -> bool:
     """Return whether a request joins whose adapter workers assist with."""
     return policy.may_join(
@@ -163,17 +181,17 @@ def test_a_prompt_in_the_step_counts_as_much_as_the_request_itself() -> None:
 # ---- in the scheduler
 
 
-def scheduler_of(model: CostModel) -> Scheduler:
+def scheduler_of(model: CostModel, cold_start: ColdStart = ColdStart.AUTO, num_workers: int = 0) -> Scheduler:
     arena = Arena(num_pages=100, page_bytes=MB, block_size=16, host_bytes=1 << 40)
-    config = SchedulerConfig(max_model_len=200, cold_start=ColdStart.AUTO)
+    config = SchedulerConfig(max_model_len=200, cold_start=cold_start, num_workers=num_workers)
     return Scheduler(config, arena, DriftWatch(model))
 
 
-def add(scheduler: Scheduler, request_id: str, adapter: str | None = None) -> None:
+def add(scheduler: Scheduler, request_id: str, adapter: str | None = None, num_tokens: int = 20) -> None:
     scheduler.add(
         EngineRequest(
             request_id=request_id,
-            prompt_token_ids=list(range(20)),
+            prompt_token_ids=list(range(num_tokens)),
             params=SamplingParams(max_tokens=50, ignore_eos=True),
             adapter=adapter,
         )
@@ -267,6 +285,39 @@ def test_nothing_is_learnt_from_a_step_that_may_have_waited() -> None:
     scheduler.adapter_loaded("v")
     scheduler.adapters.observe_step(scheduler.schedule(), 1.0)
     assert step_ratio(scheduler) > 1.0
+
+
+def test_no_layers_are_planned_for_workers_of_which_none_is_ready() -> None:
+    scheduler = scheduler_of(costs(bytes_per_s=0.2e9), ColdStart.CPU_ASSIST, num_workers=8)
+    for version, num_ready in (("v", 0), ("w", 8)):
+        stage(scheduler, version, 50 * MB)
+        scheduler.adapters.set_num_workers(num_ready)
+        add(scheduler, f"on {version}", version)
+        plan = scheduler.schedule()
+        assert [load.assisted_layers > 0 for load in plan.adapter_loads] == [num_ready > 0]
+        land(scheduler, plan)
+        scheduler.adapter_loaded(version)
+        scheduler.cancel(f"on {version}")
+
+
+def test_workers_are_planned_for_the_part_of_a_prompt_that_a_step_computes() -> None:
+    model = costs(bytes_per_s=0.5e9)
+
+    def layers(prompt: int, max_tokens: int) -> int:
+        arena = Arena(num_pages=100, page_bytes=MB, block_size=16, host_bytes=1 << 40)
+        config = SchedulerConfig(
+            max_model_len=600,
+            cold_start=ColdStart.CPU_ASSIST,
+            num_workers=8,
+            work=StepWork(max_tokens=max_tokens),
+        )
+        scheduler = Scheduler(config, arena, DriftWatch(model))
+        stage(scheduler, "v", 50 * MB)
+        add(scheduler, "a", "v", prompt)
+        (load,) = scheduler.schedule().adapter_loads
+        return load.assisted_layers
+
+    assert layers(512, 32) == layers(32, 32) > layers(512, 512)
 
 
 def step_ratio(scheduler: Scheduler) -> float:

@@ -100,7 +100,9 @@ class PlainScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
         super().__init__(config, memory)
         self._waiting = PlainQueue()
-        self._pins = self.adapters.pins = PlainPins(memory, prefetch_depth=config.prefetch_depth)
+        self._pins = self.adapters.pins = PlainPins(
+            memory, prefetch_depth=config.prefetch_depth, step_tokens=config.work.max_tokens
+        )
         self.adapters.choose_cold_start(config.cold_start)
 
     def _admit(self, chunks: list[Chunk], budget: float) -> None:

@@ -25,10 +25,10 @@ from loraplex.core.exits import describe_exit
 from loraplex.engine.assist.control import FOREVER, Control
 from loraplex.engine.assist.messages import Go, Launch, Wake
 from loraplex.engine.assist.process import WorkerProcess
-from loraplex.engine.assist.product import TILE_ROWS, Product
+from loraplex.engine.assist.product import Product
 from loraplex.engine.assist.shared_block import SharedBlock
 from loraplex.engine.assist.tasks import NUM_ROWS, PART_WORDS, RANK, SHARE_WORDS, SHARES, parts_start
-from loraplex.perf.assist_split import rows_worth_a_core, split_task
+from loraplex.perf.assist_split import ROWS_EACH, rows_worth_a_core, split_task
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,16 @@ class Crew:
         num_workers: int,
         num_slots: int,
         ring_size: int,
+        rows_each: int | None,
         patience: Patience,
     ) -> None:
         """`launch(slot, socket_fd)`: returns a worker's command line. Slots beyond `num_workers` stay
-        empty."""
+        empty. `rows_each`: number of rows that are worth a core; None for what the workers measure."""
         self._control = control
         self._product = product
         self._launch = launch
         self._ring_size = ring_size
+        self._given_rows_each = rows_each
         self._patience = patience
         self._slots = [_Slot(index) for index in range(num_slots)]
         for slot in self._slots:
@@ -110,8 +112,13 @@ class Crew:
             return {slot.index: slot.process.pid for slot in self._slots if slot.is_ready and slot.process}
 
     @property
+    def num_ready(self) -> int:
+        """Number of workers that are ready. Does not wait for the watching thread."""
+        return sum(slot.is_ready for slot in self._slots)
+
+    @property
     def rows_each(self) -> int:
-        """Number of rows that are worth a core, as measured by the workers."""
+        """Number of rows that are worth a core, as given or as measured by the workers."""
         with self._changed:
             return self._rows_each()
 
@@ -179,8 +186,10 @@ class Crew:
         self._weights.clear()
 
     def _rows_each(self) -> int:
+        if self._given_rows_each is not None:
+            return self._given_rows_each
         measured = [slot.rows_each for slot in self._slots if slot.rows_each is not None]
-        return median_low(measured) if measured else TILE_ROWS
+        return median_low(measured) if measured else ROWS_EACH
 
     def _arm(self) -> None:
         self._last_use = time.monotonic()

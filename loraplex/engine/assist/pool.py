@@ -46,12 +46,14 @@ class AssistPool:
         profiled: tuple[int, int, int] = (4096, 4096, 64),
         cores: Sequence[int] | None = None,
         ring_size: int = _RING_SIZE,
+        rows_each: int | None = None,
         patience: Patience | None = None,
     ) -> None:
         """Start workers in the background (`wait_ready`); without any, this process computes itself.
 
-        `profiled`: in_features, out_features and rank of the product that workers measure to find the number
-        of rows that are worth a core. Raises CapacityError if there is no memory for x, y or the tasks.
+        `rows_each`: number of rows that are worth a core; None for what the workers measure, by the product
+        whose in_features, out_features and rank are `profiled`. Raises CapacityError if there is no memory
+        for x, y or the tasks.
         """
         assert num_workers >= 0
         assert dtype in _DTYPES
@@ -75,6 +77,7 @@ class AssistPool:
                 num_workers=num_workers,
                 num_slots=num_slots,
                 ring_size=ring_size,
+                rows_each=rows_each,
                 patience=patience or Patience(),
             )
         except BaseException:
@@ -92,7 +95,7 @@ class AssistPool:
     @property
     def num_workers(self) -> int:
         """Number of workers that are ready. Without any, a thread of this process computes the tasks."""
-        return len(self._crew.pids)
+        return self._crew.num_ready
 
     @property
     def pids(self) -> dict[int, int]:

@@ -109,6 +109,7 @@ def assemble_engine(
         ),
         costs=DriftWatch(_costs(options, shape, device)),
         executor=executor,
+        count_workers=(lambda: executor.num_workers) if isinstance(executor, CudaExecutor) else None,
     )
 
 
@@ -125,7 +126,8 @@ def assemble_shard(
     """Return the executor of a shard, given its config and the read of its weights, which has begun."""
     device = torch.device("cuda", shard.index)
     with ExitStack() as undo:
-        compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device)
+        num_workers = _num_workers(options, local.shape, device.type)
+        compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device, num_workers)
         if compilation is not None:
             undo.callback(compilation.close)
         weights = reading.finish(report)
@@ -183,7 +185,15 @@ def _build_executor(
         assist = None
         if num_workers > 0:
             assert memory is not None
-            assist = CpuAssist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
+            assist = CpuAssist(
+                shape,
+                options.dtype,
+                device,
+                memory,
+                num_workers,
+                options.max_step_tokens,
+                _costs(options, shape, device.type).assist.rows_each,
+            )
             undo.callback(assist.close)
         executor = CudaExecutor(
             decoder=decoder,
@@ -196,7 +206,7 @@ def _build_executor(
                 ticket_1=store.ticket_1,
                 device=device,
                 recorder=GraphRecorder(device) if device.type == "cuda" else None,
-                assist=assist,
+                assist=None if assist is None else assist.memory,
             ),
             builder=BatchBuilder(kernels, options.block_size),
             arena=arena,
@@ -267,4 +277,4 @@ def _assist_pays(costs: CostModel, shape: ModelShape, num_workers: int) -> bool:
     )
     step_s = costs.step_s(_SHORT_PROMPT)
     plan = costs.assist_layers(layer_bytes, step_s, layer_s)
-    return plan.saved_s > _MIN_SAVED * (step_s + plan.delay_s)
+    return costs.assist_is_sure(plan, step_s) and plan.saved_s > _MIN_SAVED * (step_s + plan.delay_s)

@@ -21,10 +21,18 @@ from loraplex.core.errors import KernelError
 from loraplex.core.modules import GROUPS
 from loraplex.core.paths import cache_dir
 from loraplex.core.shape import ModelShape
+from loraplex.engine.cuda.cpu_assist import meta_memory
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.graph_queue import GraphKey
 from loraplex.engine.cuda.step_runner import StepRunner
-from loraplex.engine.cuda.step_sizes import DECODE_ROWS, MIXED_DECODES, MIXED_ROWS, decode_sizes, mixed_sizes
+from loraplex.engine.cuda.step_sizes import (
+    DECODE_ROWS,
+    MIXED_DECODES,
+    MIXED_ROWS,
+    all_graph_sizes,
+    decode_sizes,
+    mixed_sizes,
+)
 from loraplex.engine.cuda.streams import use_device
 from loraplex.engine.cuda.triton_hash import hash_triton
 from loraplex.engine.machine import num_cores
@@ -36,6 +44,7 @@ from loraplex.kernels.triton.triton_kernels import TritonKernels, multiprocessor
 from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder
 from loraplex.model.shapes import meta_weights
+from loraplex.perf.assist_split import MAX_SPANS
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +58,14 @@ _PROMPT_ROWS: Final = (64, MIXED_ROWS[-1])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledFor:
-    """The target of a compilation: a shard of a model, and the layout of its memory."""
+    """The target of a compilation: a shard of a model, the layout of its memory, and the number of CPU
+    workers."""
 
     config: ModelConfig
     dtype: torch.dtype
     block_size: int
     num_sms: int
+    num_workers: int = 0
 
 
 class KernelCompilation:
@@ -72,13 +83,22 @@ class KernelCompilation:
 
     @classmethod
     def begin(
-        cls, config: ModelConfig, dtype: torch.dtype, block_size: int, device: torch.device
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        block_size: int,
+        device: torch.device,
+        num_workers: int = 0,
     ) -> KernelCompilation | None:
         """Start to compile; None where kernels are interpreted and there is nothing to compile."""
         if device.type != "cuda":
             return None
         wanted = CompiledFor(
-            config=config, dtype=dtype, block_size=block_size, num_sms=multiprocessors(device)
+            config=config,
+            dtype=dtype,
+            block_size=block_size,
+            num_sms=multiprocessors(device),
+            num_workers=num_workers,
         )
         return cls(wanted, device)
 
@@ -108,9 +128,8 @@ class KernelCompilation:
 
 
 def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
-    """Return one launch of every variant of every kernel that steps can need, but for those of CPU workers,
-    which the first captures compile. Variants do not depend on the number of layers, so the model has only
-    two, which takes a fraction of the time."""
+    """Return one launch of every variant of every kernel that steps can need. Variants do not depend on the
+    number of layers, so the model has only two, which takes a fraction of the time."""
     config = wanted.config
     config = replace(config, shape=replace(config.shape, num_layers=min(config.shape.num_layers, _LAYERS)))
     shape = config.shape
@@ -127,14 +146,15 @@ def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
         ticket_1=torch.empty(1, dtype=torch.int64, device=_META),
         device=_META,
         recorder=None,
+        assist=meta_memory(wanted.dtype, wanted.num_workers) if wanted.num_workers > 0 else None,
     )
     with collect_launches() as found:
-        for key in _all_variants(shape, wanted.num_sms):
+        for key in _all_variants(shape, wanted.num_sms, assisted=wanted.num_workers > 0):
             runner.launch_padding(key)
     return list(found.values())
 
 
-def _all_variants(shape: ModelShape, num_sms: int) -> Iterator[GraphKey]:
+def _all_variants(shape: ModelShape, num_sms: int, *, assisted: bool) -> Iterator[GraphKey]:
     """Yield steps that together launch every variant."""
     groups = frozenset(GROUPS)
     by_attention = {}
@@ -147,6 +167,11 @@ def _all_variants(shape: ModelShape, num_sms: int) -> Iterator[GraphKey]:
     for rows in _PROMPT_ROWS:
         mixed = mixed_sizes(rows, MIXED_DECODES[0], 1, _TABLE_WIDTH, shape.num_layers)
         yield GraphKey(mixed, groups, False)
+    if assisted:
+        # One of the kernels is compiled for each power of two of tiles.
+        sizes = [size for size in all_graph_sizes(_TABLE_WIDTH, shape.num_layers) if size.spans > 0]
+        for size in {(size.span_tiles - 1).bit_length(): size for size in sizes}.values():
+            yield GraphKey(replace(size, assists=MAX_SPANS), groups, False)
 
 
 def keep_compiled_kernels() -> None:

@@ -84,20 +84,23 @@ class CpuAssist:
         memory: HostMemory,
         num_workers: int,
         max_rows: int,
+        rows_each: int | None = None,
     ) -> None:
-        """Start the workers in the background. `max_rows`: rows of prompts in the largest step."""
+        """Start the workers in the background. `max_rows`: rows of prompts in the largest step. `rows_each`:
+        number of rows that are worth a core, by which their cost is predicted; None for what they measure."""
         self._shape = shape
         self._host = memory
         self._pinned: list[int] = []
         widest_in = max(shape.in_features(module) for module in MODULES)
         self._widths = {group: sum(map(shape.out_features, modules)) for group, modules in GROUPS.items()}
-        num_rows = max_rows + DECODE_ROWS[-1]  # decoding rows stand before the prompts
+        self._num_rows = num_rows = max_rows + DECODE_ROWS[-1]  # decoding rows stand before the prompts
         self._pool = AssistPool(
             num_workers=num_workers,
             dtype=dtype,
             x_elements=num_rows * widest_in,
             y_elements=num_rows * max(self._widths.values()),
             profiled=(shape.hidden_size, shape.q_size, _PROFILED_RANK),
+            rows_each=rows_each,
         )
         try:
             if device.type == "cuda":
@@ -106,21 +109,12 @@ class CpuAssist:
         except BaseException:
             self.close()
             raise
-        control = self._pool.control
-        self.memory = AssistMemory(
-            x=self._pool.x,
-            y=self._pool.y,
-            words=control.words,
-            done=control.done_place,
-            skips=control.skips_place,
-            ring_size=self._pool.ring_size,
-            num_slots=self._pool.num_slots,
-        )
+        self.memory = memory_of(self._pool)
 
     @property
-    def is_ready(self) -> bool:
-        """True if any worker is ready."""
-        return self._pool.num_workers > 0
+    def num_ready(self) -> int:
+        """Number of workers that are ready."""
+        return self._pool.num_workers
 
     def arm(self) -> None:
         """Wake the workers for tasks to come."""
@@ -138,6 +132,7 @@ class CpuAssist:
         if not 0 < records[..., 0].size <= self._pool.ring_size:
             return None
         for place, span in enumerate(spans):
+            assert span.first + span.count <= self._num_rows, "workers share no memory for these rows"
             for number, group in enumerate(groups):
                 self._write_tasks(records[:, number, place], span, group)
         try:
@@ -234,6 +229,32 @@ class AssistedStep:
     def expand(self, y_TO: torch.Tensor, in_features: int, shape: ModelShape, layer: int, group: str) -> None:
         self.on_device.expand(y_TO, in_features, shape, layer, group)
         self.spans.collect(y_TO, tuple(map(shape.out_features, GROUPS[group])), layer, group)
+
+
+def memory_of(pool: AssistPool) -> AssistMemory:
+    """Return a pool's memory as kernels use it."""
+    return AssistMemory(
+        x=pool.x,
+        y=pool.y,
+        words=pool.control.words,
+        done=pool.control.done_place,
+        skips=pool.control.skips_place,
+        ring_size=pool.ring_size,
+        num_slots=pool.num_slots,
+    )
+
+
+def meta_memory(dtype: torch.dtype, num_workers: int) -> AssistMemory:
+    """Return what kernels of a pool with so many workers are compiled for, without memory."""
+    return AssistMemory(
+        x=torch.empty(1, dtype=dtype, device="meta"),
+        y=torch.empty(1, dtype=dtype, device="meta"),
+        words=torch.empty(1, dtype=torch.int64, device="meta"),
+        done=0,
+        skips=0,
+        ring_size=1,
+        num_slots=num_workers,
+    )
 
 
 def _table_address(span: AssistedSpan) -> int:

@@ -223,6 +223,11 @@ class CudaExecutor:
         self._runner.expect(touched_groups(spec))
 
     @property
+    def num_workers(self) -> int:
+        """Number of CPU workers that are ready."""
+        return 0 if self._assist is None else self._assist.num_ready
+
+    @property
     def num_required(self) -> int:
         return self._runner.num_required
 
@@ -315,7 +320,7 @@ class CudaExecutor:
 
     def _assisted_tasks(self, built: BuiltBatch) -> AssistedTasks | None:
         """Submit tasks for the prompts whose first layers CPU workers may compute."""
-        if self._assist is None or not self._arrivals or not self._assist.is_ready:
+        if self._assist is None or not self._arrivals or self._assist.num_ready == 0:
             return None
         found: list[AssistedSpan] = []
         for chunk, first in _first_rows(built.chunks):
@@ -330,6 +335,8 @@ class CudaExecutor:
                         num_layers=arrival.transfer.assisted_layers,
                     )
                 )
+        if not found or not self._runner.can_assist(built):
+            return None
         return self._assist.submit(found[:MAX_SPANS])
 
     def _wanted_copies(

@@ -18,13 +18,13 @@ import numpy.typing as npt
 import torch
 
 from loraplex.engine.batch import BuiltBatch
-from loraplex.engine.cuda.cpu_assist import AssistedStep, AssistedTasks, CpuAssist
-from loraplex.engine.cuda.graph_queue import GraphKey, GraphQueue
+from loraplex.engine.cuda.cpu_assist import AssistedStep, AssistedTasks
+from loraplex.engine.cuda.graph_queue import Choice, GraphKey, GraphQueue
 from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
 from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, assisted_graph_sizes, exact_sizes, graph_sizes
-from loraplex.kernels.triton.assist import AssistSpans
+from loraplex.kernels.triton.assist import AssistMemory, AssistSpans
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.kernels.triton.lora_rows import FEW_SEGMENTS
 from loraplex.kernels.triton.lora_step import LoraStep
@@ -98,10 +98,10 @@ class StepRunner:
         ticket_1: torch.Tensor,
         device: torch.device,
         recorder: Recorder | None,
-        assist: CpuAssist | None = None,
+        assist: AssistMemory | None = None,
     ) -> None:
         """`ticket_1`: number of the last complete copy to the device. `recorder`: None to run all steps
-        kernel by kernel. `assist`: CPU workers, if there are any."""
+        kernel by kernel. `assist`: memory shared with CPU workers, if there are any."""
         self._decoder = decoder
         self._num_layers = decoder.config.shape.num_layers
         self._caches = caches
@@ -133,10 +133,7 @@ class StepRunner:
         submitted to CPU workers for it."""
         lora = split_segments(built.batch)
         num_assisted = 0 if assisted is None else len(assisted.spans)
-        sizes = None
-        if self._buffers is not None:
-            sizes = graph_sizes(built, self._max_blocks, self._num_layers, num_assisted)
-        choice = None if sizes is None else self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares))
+        choice = self._choose_graph(built, lora, num_assisted)
         if choice is not None:
             graph = choice.graph
             lora = self._cut_for(choice.key, built, lora)
@@ -155,6 +152,11 @@ class StepRunner:
         return StepOutput(
             host_block=host_block, logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH
         )
+
+    def can_assist(self, built: BuiltBatch) -> bool:
+        """Return whether CPU workers may assist with a step: a captured graph has their kernels, or no step
+        has a graph. Kernel by kernel, launching them takes longer than workers save."""
+        return self._buffers is None or self._choose_graph(built, split_segments(built.batch), 1) is not None
 
     def _cut_for(self, key: GraphKey, built: BuiltBatch, lora: StepLora) -> StepLora:
         """Return the LoRA work of a step as the graph that it replays cuts it."""
@@ -196,6 +198,13 @@ class StepRunner:
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
 
+    def _choose_graph(self, built: BuiltBatch, lora: StepLora, num_assisted: int) -> Choice[_Graph] | None:
+        """Return the graph that a step replays; None if none covers it."""
+        if self._buffers is None:
+            return None
+        sizes = graph_sizes(built, self._max_blocks, self._num_layers, num_assisted)
+        return None if sizes is None else self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares))
+
     def _lora_steps(
         self, lora: StepLora, block: DeviceBlock, scratch: StepScratch | None = None
     ) -> tuple[LoraStep | AssistedStep, ...]:
@@ -212,7 +221,7 @@ class StepRunner:
             row_spans_T=block["row_spans"],
             modes_S=self._modes_S,
             ticket_1=self._ticket_1,
-            memory=self._assist.memory,
+            memory=self._assist,
         )
         return (*steps[:-1], AssistedStep(on_device=steps[-1], spans=spans))
 

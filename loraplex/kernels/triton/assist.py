@@ -31,9 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
+from loraplex.core.modules import GROUPS
 from loraplex.kernels.triton.kernel import Kernel
-from loraplex.kernels.triton.lora_entries import COLUMNS, module_of_block
+from loraplex.kernels.triton.lora_entries import COLUMNS, first_row, module_of_block
 
 _GROUP_PLACES = {group: place for place, group in enumerate(GROUPS)}
 _SEND_BLOCK = 1024
@@ -219,7 +219,7 @@ class AssistSpans:
         num_spans, num_layers = self.copies_SL.shape
         _choose[(1,)](
             self.ticket_1, self.spans_S3, self.copies_SL, self.row_spans_T, tiles_N2, entries, self.modes_S,
-            layer, _table_row(layer, group), num_layers, num_tiles, SPANS=num_spans,
+            layer, first_row(layer, group), num_layers, num_tiles, SPANS=num_spans,
             TILES=triton.next_power_of_2(num_tiles), NUM_MODULES=len(modules), num_warps=1,
         )  # fmt: skip
         _send[(x_TI.shape[0],)](
@@ -229,7 +229,7 @@ class AssistSpans:
         memory = self.memory
         _signal[(1,)](
             self.head_4, self.groups_G, self.modes_S, memory.words, layer, memory.ring_size, memory.skips,
-            GROUP=_GROUP_PLACES[group], SPANS=num_spans, ON_DEVICE=x_TI.is_cuda, num_warps=1,
+            GROUP=_GROUP_PLACES[group], SPANS=num_spans, ON_DEVICE=x_TI.device.type != "cpu", num_warps=1,
         )  # fmt: skip
 
     def collect(self, y_TO: torch.Tensor, out_features: tuple[int, ...], layer: int, group: str) -> None:
@@ -238,15 +238,11 @@ class AssistSpans:
         _collect[(1,)](
             self.head_4, self.groups_G, self.modes_S, memory.words, layer, memory.done, memory.num_slots,
             GROUP=_GROUP_PLACES[group], SPANS=num_spans, SLOTS=triton.next_power_of_2(memory.num_slots),
-            ON_DEVICE=y_TO.is_cuda, num_warps=1,
+            ON_DEVICE=y_TO.device.type != "cpu", num_warps=1,
         )  # fmt: skip
         out0, out1, out2 = (*out_features, 0, 0)[:3]
         blocks = sum(triton.cdiv(out, _ADD_BLOCK) for out in out_features)
         _add[(y_TO.shape[0], blocks)](
             y_TO, y_TO.stride(0), memory.y, self.spans_S3, self.row_spans_T, self.modes_S,
-            _table_row(layer, group), OUT0=out0, OUT1=out1, OUT2=out2, BLOCK_N=_ADD_BLOCK,
+            first_row(layer, group), OUT0=out0, OUT1=out1, OUT2=out2, BLOCK_N=_ADD_BLOCK,
         )  # fmt: skip
-
-
-def _table_row(layer: int, group: str) -> int:
-    return layer * len(MODULES) + MODULE_INDEX[GROUPS[group][0]]

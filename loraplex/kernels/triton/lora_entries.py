@@ -20,11 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
 from loraplex.kernels.lora import TABLE_COLUMNS
 from loraplex.kernels.triton.kernel import Kernel
 
 COLUMNS = tl.constexpr(TABLE_COLUMNS)
 _BLOCK = 1024
+
+
+def first_row(layer: int, group: str) -> int:
+    """Return the row of an adapter's table at which a group's modules begin."""
+    return layer * len(MODULES) + MODULE_INDEX[GROUPS[group][0]]
 
 
 @triton.jit

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 import triton
 
-from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
+from loraplex.core.modules import GROUPS, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.lora import TABLE_COLUMNS
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch, expand_blocks, shrink_blocks
-from loraplex.kernels.triton.lora_entries import gather_entries
+from loraplex.kernels.triton.lora_entries import first_row, gather_entries
 from loraplex.kernels.triton.lora_rows import RowsLaunch, expand_rows, shrink_rows
 
 MAX_RANK: Final = 512
@@ -54,8 +54,7 @@ class LoraStep:
 
     def shrink(self, x_TI: torch.Tensor, layer: int, group: str) -> None:
         """Compute the half that needs only the inputs: it may run beside the base model's product."""
-        modules = GROUPS[group]
-        row = layer * len(MODULES) + MODULE_INDEX[modules[0]]
+        modules, row = GROUPS[group], first_row(layer, group)
         if isinstance(self.launch, RowsLaunch):
             shrink_rows(
                 x_TI, self.shrunk_STR, self.tiles_N2, self.entries,
@@ -68,8 +67,7 @@ class LoraStep:
             )  # fmt: skip
 
     def expand(self, y_TO: torch.Tensor, in_features: int, shape: ModelShape, layer: int, group: str) -> None:
-        modules = GROUPS[group]
-        row = layer * len(MODULES) + MODULE_INDEX[modules[0]]
+        modules, row = GROUPS[group], first_row(layer, group)
         outs = tuple(shape.out_features(module) for module in modules)
         if isinstance(self.launch, RowsLaunch):
             expand_rows(

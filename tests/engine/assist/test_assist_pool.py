@@ -25,6 +25,7 @@ from assist_pools import (
 from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.engine.assist.crew import Patience
 from loraplex.engine.assist.pool import AssistPool
+from loraplex.perf.assist_split import split_task
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +165,14 @@ def test_a_product_that_cannot_be_computed_is_told_to_who_waits() -> None:
         pool.start(ticket)
         with pytest.raises(EngineDeadError, match="could not be computed"):
             pool.wait(ticket, WAIT_S)
+
+
+@pytest.mark.parametrize("rows_each", [32, 64, 128])
+def test_tasks_are_split_by_the_rows_that_their_cost_is_predicted_with(rows_each: int) -> None:
+    with running_pool(2, rows_each=rows_each) as pool:
+        assert pool.rows_each == rows_each
+        ticket = pool.submit(Loras(pool, torch.float32).task(100))
+        found = [pool.control.read(ticket, slot)[1] for slot in range(2)]
+        assert found == split_task(100, [0], [True, True], rows_each)
+        pool.start(ticket)
+        assert pool.wait(ticket, WAIT_S)

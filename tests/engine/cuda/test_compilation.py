@@ -32,10 +32,13 @@ triton.runtime.driver.set_active(Device())
 
 from loraplex.core.modules import GROUPS
 from loraplex.engine.cuda.compilation import CompiledFor, needed_launches
+from loraplex.engine.cuda.cpu_assist import meta_memory
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.graph_queue import GraphKey
 from loraplex.engine.cuda.step_runner import StepRunner
-from loraplex.engine.cuda.step_sizes import all_graph_sizes, decode_sizes, mixed_sizes
+from loraplex.engine.cuda.step_sizes import (
+    all_graph_sizes, assisted_graph_sizes, decode_sizes, mixed_sizes,
+)
 from loraplex.kernels.triton.kernel import collect_launches
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.decoder import Decoder
@@ -49,7 +52,9 @@ def found_of(family):
     keys.clear()
     config, dtype, num_sms = config_of_shape("tiny"), torch.bfloat16, 132
     config = replace(config, qk_norm=family == "qwen3", qkv_bias=family == "qwen2")
-    launches = needed_launches(CompiledFor(config=config, dtype=dtype, block_size=16, num_sms=num_sms))
+    launches = needed_launches(CompiledFor(
+        config=config, dtype=dtype, block_size=16, num_sms=num_sms, num_workers=3
+    ))
     for launch in launches:
         launch.compile()
     compiled = set(keys)
@@ -62,16 +67,21 @@ def found_of(family):
             decoder=Decoder(config, meta_weights(config, dtype), kernels, 128),
             caches=arena.caches, num_seats=8, max_blocks=40, scratch_slot=arena.scratch_slot,
             ticket_1=torch.empty(1, dtype=torch.int64, device=meta), device=meta, recorder=None,
+            assist=meta_memory(dtype, 3),
         )
 
-    sizes = [*all_graph_sizes(40, 2), *(decode_sizes(rows, 3) for rows in range(1, 40))]
+    sizes = [*all_graph_sizes(40, 2), *assisted_graph_sizes(40, 2)]
+    sizes += [replace(size, assists=4) for size in all_graph_sizes(40, 2) if size.spans > 0]
+    sizes += [*(decode_sizes(rows, 3) for rows in range(1, 40))]
     sizes += [
         mixed_sizes(rows, decodes, spans, 5, 2) for rows in (17, 33) for decodes in (1, 7) for spans in (1, 3)
     ]
     runners = [(runner_of(config), sizes)]
     for layers in (3, 16):  # numbers that have the layers in them are odd, or divisible by 16
         deeper = replace(config, shape=replace(config.shape, num_layers=layers))
-        runners.append((runner_of(deeper), [decode_sizes(8, 3), mixed_sizes(33, 7, 3, 5, layers)]))
+        runners.append((runner_of(deeper), [
+            decode_sizes(8, 3), mixed_sizes(33, 7, 3, 5, layers), mixed_sizes(64, 32, 32, 5, layers, 4),
+        ]))
     with collect_launches() as served:
         for runner, sizes in runners:
             for size in sizes:
