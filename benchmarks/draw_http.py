@@ -18,7 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from benchmarks.http_tables import LABELS, PICTURE, SATURATED, STEADY, figure, numbers_of_adapters, servers
+from benchmarks.http_plan import SATURATED, STEADY
+from benchmarks.http_tables import LABELS, PICTURE, figure, numbers_of_adapters, servers
 
 RESULTS: Final = Path(__file__).parent / "results"
 _LOG_FROM: Final = 10.0

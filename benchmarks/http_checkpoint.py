@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from loraplex.model.config import ModelConfig
 from loraplex.model.shapes import config_of_shape
 
 TARGETS: Final = ("q_proj", "k_proj", "v_proj")
+MAX_POSITIONS: Final = 8192
+"""The context of every checkpoint, whatever that of its shape: prompts of 8,000 tokens fit."""
 _SPECIAL_TOKENS: Final = ("<unk>", "<s>", "</s>")
 _CHAT_TEMPLATE: Final = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 _WEIGHT_STD: Final = 0.02
@@ -35,6 +37,7 @@ class HttpCheckpoint(Checkpoint):
 
     shape: str
     rank: int
+    max_positions: int = MAX_POSITIONS
 
     def ensure(self) -> None:
         """Write the files, unless an earlier call with the same settings did."""
@@ -44,7 +47,8 @@ class HttpCheckpoint(Checkpoint):
             return
         started_s = time.perf_counter()
         weights = _RandomWeights(seed=0)
-        config = config_of_shape(self.shape)
+        known = config_of_shape(self.shape)
+        config = replace(known, shape=replace(known.shape, max_position=self.max_positions))
         _write_base(self.base, config, weights)
         for name in self.adapter_names:
             _write_adapter(self.adapters / name, config, weights, rank=self.rank)

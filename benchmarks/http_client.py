@@ -13,7 +13,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -44,27 +44,8 @@ class ClientFailedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """One kind of load: either `requests_per_s` (open loop) or `concurrency` (closed loop) is set."""
-
-    name: str
-    num_requests: int
-    requests_per_s: float | None = None
-    concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.requests_per_s is None) != (self.concurrency is None)
-
-    @property
-    def args(self) -> tuple[str, ...]:
-        rate = "inf" if self.requests_per_s is None else f"{self.requests_per_s:g}"
-        limit = () if self.concurrency is None else ("--max-concurrency", str(self.concurrency))
-        return ("--request-rate", rate, "--num-prompts", str(self.num_requests), *limit)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Prompts and answers of random length, uniform within `spread` of these means."""
+    """Prompts and answers of random length, uniform within `spread` (relative) of these means."""
 
     prompt_tokens: int = 128
     output_tokens: int = 160
@@ -79,6 +60,26 @@ class Lengths:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One kind of load: either `requests_per_s` (open loop) or `concurrency` (closed loop) is set."""
+
+    name: str
+    num_requests: int
+    requests_per_s: float | None = None
+    concurrency: int | None = None
+    lengths: Lengths = field(default_factory=Lengths)
+
+    def __post_init__(self) -> None:
+        assert (self.requests_per_s is None) != (self.concurrency is None)
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        rate = "inf" if self.requests_per_s is None else f"{self.requests_per_s:g}"
+        limit = () if self.concurrency is None else ("--max-concurrency", str(self.concurrency))
+        return ("--request-rate", rate, "--num-prompts", str(self.num_requests), *limit, *self.lengths.args)
+
+
 class BenchClient:
     """vLLM's client, with vLLM imported; a context manager that ends it."""
 
@@ -87,14 +88,12 @@ class BenchClient:
         *,
         python: str,
         tokenizer: Path,
-        lengths: Lengths,
         scratch: Path,
         env: Mapping[str, str],
         timeout_s: float = 150.0,
     ) -> None:
         """`python`: the one that has vLLM. `env`: variables set in addition to this process's own."""
         self._tokenizer = tokenizer
-        self._lengths = lengths
         self._scratch = scratch
         self._timeout_s = timeout_s
         self._log = scratch / "client.log"
@@ -129,7 +128,6 @@ class BenchClient:
             *("--seed", str(seed), "--disable-tqdm"),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,95,99"),
             *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
-            *self._lengths.args,
             *load.args,
             *(("--lora-modules", *adapters) if adapters else ()),
         ]

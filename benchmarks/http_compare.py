@@ -7,10 +7,17 @@ Sections:  loraplex   our server
            vllm-lora  vLLM with LoRA, set to what this load needs
            starts     loraplex from empty and from used caches, and its first three runs after each
 
-Every server is loaded with requests for the base model and for 1, 8, 32, 100 adapters, at a fixed rate and at
-a fixed concurrency. Each run is printed and written to the result file when it ends. Runs are added to those
-that the file already holds of the same code and settings; `--missing` skips those that it holds, so that a
-comparison can be made in several calls. `--seconds` stops in time if a command may only take so long.
+Loads:     steady, saturated             20 requests/s, and 256 at a time; with 0, 1, 8, 32, 100 adapters
+           high-rate                     60 requests/s; base model and 100 adapters
+           prompt-2048, -3800, -8000     prompts of that many tokens, one at a time; the same
+
+`benchmarks.http_plan` says which server has which loads. Each run is printed and written to the result file
+when it ends. Runs are added to those that the file already holds of the same code and settings; `--missing`
+skips those that it holds and `--loads` runs only some, so that a comparison can be made in several calls.
+`--seconds` stops in time if a command may only take so long. Models of another shape have their own sections:
+
+    python -m benchmarks.http_compare loraplex vllm vllm-lora --shape llama-3-8b --adapters 0,100 \
+        --loads saturated,prompt-2048,prompt-3800,prompt-8000 --vllm-site FOLDER --work-dir /dev/shm/h
 """
 
 from __future__ import annotations
@@ -26,16 +33,26 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from benchmarks import sources
 from benchmarks.http_checkpoint import HttpCheckpoint
-from benchmarks.http_client import BenchClient, ClientFailedError, Lengths, Load
+from benchmarks.http_client import BenchClient, ClientFailedError, Load
+from benchmarks.http_plan import (
+    DEFAULT_SHAPE,
+    HIGH_RATE,
+    SATURATED,
+    STEADY,
+    Plan,
+    choose,
+    prompt_load,
+    section_of,
+)
 from benchmarks.http_servers import Servers, shown_command
-from benchmarks.http_tables import LABELS, SATURATED, STEADY
+from benchmarks.http_tables import LABELS
 from benchmarks.servers import RunningServer, ServerFailedError, running
 from loraplex import __version__
 from loraplex.bench.environment import environment
@@ -54,18 +71,6 @@ _START_S, _RUN_S = 180.0, 60.0
 
 class OutOfTimeError(Exception):
     """`--seconds` leaves no time for the next step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The measurements of each server."""
-
-    adapters: tuple[int, ...]
-    loads: tuple[Load, ...]
-    lengths: Lengths = field(default_factory=Lengths)
-
-    def load(self, name: str) -> Load:
-        return next(load for load in self.loads if load.name == name)
 
 
 class ResultFile:
@@ -98,25 +103,24 @@ class Comparison:
     servers: Servers
     client: BenchClient
     plan: Plan
+    shape: str = DEFAULT_SHAPE
     result: ResultFile
     work_dir: Path
     only_missing: bool
     deadline_s: float
 
     def run_section(self, name: str) -> None:
-        section = self.result.open_section(name)
+        section = self.result.open_section(section_of(name, self.shape))
         if name == "starts":
             self._starts(section)
         else:
             self._sweep(name, section)
 
     def _sweep(self, name: str, section: dict[str, Any]) -> None:
-        """Load one server with every number of adapters that it can serve."""
+        """Load one server with everything that the plan has for it."""
         cells = [
             (adapters, load)
-            for adapters in self.plan.adapters
-            if adapters == 0 or name != "vllm"
-            for load in self.plan.loads
+            for adapters, load in self.plan.cells(name)
             if not (self.only_missing and _runs_of(section, adapters, load.name))
         ]
         if not cells:
@@ -208,10 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     work_dir.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         adapters=args.adapters,
-        loads=(
-            Load(name=STEADY, num_requests=args.steady_requests, requests_per_s=args.rate),
-            Load(name=SATURATED, num_requests=args.saturated_requests, concurrency=args.concurrency),
-        ),
+        num_adapters=args.num_adapters,
+        loads=_loads(args),
+        selected=args.loads,
     )
     checkpoint = HttpCheckpoint(
         root=work_dir / "checkpoint", shape=args.shape, num_adapters=args.num_adapters, rank=args.rank
@@ -231,7 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype": args.dtype,
         "adapters_served": args.num_adapters,
         "rank": args.rank,
-        "lengths": asdict(plan.lengths),
         "loads": {load.name: asdict(load) for load in plan.loads},
     }
     here = {
@@ -242,7 +244,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with BenchClient(
         python=servers.vllm_python,
         tokenizer=checkpoint.base,
-        lengths=plan.lengths,
         scratch=work_dir,
         env=servers.vllm_env,
     ) as client:
@@ -250,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             servers=servers,
             client=client,
             plan=plan,
+            shape=args.shape,
             result=ResultFile(args.out, here),
             work_dir=work_dir,
             only_missing=args.missing,
@@ -287,6 +289,15 @@ def _vllm_version(servers: Servers) -> str:
     return done.stdout.strip()
 
 
+def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
+    return (
+        Load(name=STEADY, num_requests=args.steady_requests, requests_per_s=args.rate),
+        Load(name=HIGH_RATE, num_requests=args.high_rate_requests, requests_per_s=args.high_rate),
+        Load(name=SATURATED, num_requests=args.saturated_requests, concurrency=args.concurrency),
+        *(prompt_load(tokens, args.prompt_requests) for tokens in args.prompt_tokens),
+    )
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -299,18 +310,27 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--missing", action="store_true", help="only runs that the result file lacks")
     parser.add_argument("--seconds", type=float, help="stop before this command takes longer")
     parser.add_argument("--adapters", type=_numbers, default=(0, 1, 8, 32, 100), help="0,1,8,32,100")
+    parser.add_argument("--loads", type=_words, help="names of loads, separated by commas (all)")
     parser.add_argument("--num-adapters", type=int, default=100, help="adapters that servers know (100)")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--rate", type=float, default=20.0, help="requests/s of the steady load (20)")
     parser.add_argument("--steady-requests", type=int, default=300)
+    parser.add_argument("--high-rate", type=float, default=60.0, help="requests/s of that load (60)")
+    parser.add_argument("--high-rate-requests", type=int, default=900)
     parser.add_argument("--concurrency", type=int, default=256, help="of the saturated load (256)")
     parser.add_argument("--saturated-requests", type=int, default=1000)
-    parser.add_argument("--shape", default="llama-2-7b")
+    parser.add_argument("--prompt-tokens", type=_numbers, default=(2048, 3800, 8000), help="2048,3800,8000")
+    parser.add_argument("--prompt-requests", type=int, default=16, help="prompts of each length (16)")
+    parser.add_argument("--shape", default=DEFAULT_SHAPE)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args(argv)
     if max(args.adapters) > args.num_adapters:
         parser.error("--adapters asks for more than --num-adapters")
+    try:
+        args.loads = choose(args.loads, _loads(args))
+    except ValueError as error:
+        parser.error(str(error))
     if args.vllm_site is not None:
         args.vllm_site = Path(args.vllm_site).resolve()
     return args
@@ -318,6 +338,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _raise_exit(number: int, _: FrameType | None) -> None:

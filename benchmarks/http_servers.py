@@ -26,7 +26,6 @@ _VLLM_ENV: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-_MAX_MODEL_LEN: Final = "4096"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +64,11 @@ class Servers:
         )
 
     def _vllm(self, *, lora: bool) -> ServerCommand:
+        max_tokens = str(self.checkpoint.max_positions)
         args = [
             *(self.vllm_python, "-m", VLLM, "serve", str(self.checkpoint.base)),
             *("--served-model-name", "base"),
-            *("--port", "{port}", "--dtype", self.dtype, "--max-model-len", _MAX_MODEL_LEN),
+            *("--port", "{port}", "--dtype", self.dtype, "--max-model-len", max_tokens),
             *("--gpu-memory-utilization", MEMORY_FRACTION, "--no-enable-prefix-caching"),
         ]
         if lora:

@@ -5,23 +5,26 @@ Figures are medians if a cell was measured several times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Final
 
+from benchmarks.http_plan import DEFAULT_SHAPE, HIGH_RATE, SATURATED, STEADY, prompt_tokens_of, section_of
 from benchmarks.markdown import Result, span, table
 
-STEADY, SATURATED = "steady", "saturated"
 LABELS: Final = {"loraplex": "loraplex", "vllm": "vLLM, LoRA off", "vllm-lora": "vLLM, LoRA on"}
 """Section of a server -> its title in tables."""
+SHAPES: Final = (DEFAULT_SHAPE, "llama-3-8b")
+_NOT_YET: Final = "Not measured yet.\n"
 PICTURE: Final = "docs/images/http-compare.svg"
 _FIRST_RUN: Final = {"ttft_ms_p95": "TTFT p95", "tpot_ms_mean": "TPOT", "itl_ms_p99": "ITL p99"}
 """Figures in which the first run after a start is compared with the last -> their titles in tables."""
 
 
-def servers(result: Result) -> dict[str, Result]:
-    """Return the sections of servers, in the order of the tables."""
-    return {name: result[name] for name in LABELS if result.get(name, {}).get("runs")}
+def servers(result: Result, shape: str = DEFAULT_SHAPE) -> dict[str, Result]:
+    """Return the sections of servers with a model of this shape, in the order of the tables."""
+    found = {name: result.get(section_of(name, shape), {}) for name in LABELS}
+    return {name: section for name, section in found.items() if section.get("runs")}
 
 
 def figure(section: Result, adapters: int, load: str, name: str) -> float | None:
@@ -75,7 +78,8 @@ def machine_note(result: Result) -> str:
     machine, parameters = first["machine"], first["parameters"]
     on = f"one {machine['gpu']}" if "gpu" in machine else f"{machine['cores']} cores of {machine['cpu']}"
     days = sorted({section["date"][:10] for section in found.values()})
-    lengths = parameters["lengths"]
+    # Results of before there were loads of other lengths name them once for all loads.
+    lengths = parameters["loads"][STEADY].get("lengths") or parameters["lengths"]
     commit = result.get("loraplex", first)["git_commit"] or "unknown"
     return (
         f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {on}, {parameters['shape']} shape, "
@@ -93,22 +97,92 @@ def compare_table(result: Result) -> str:
     lines = [
         (
             _title(name, section),
-            "base model" if adapters == 0 else str(adapters),
+            _asked_for(adapters),
             _steady(section, adapters),
             _plain(section, adapters, STEADY, "itl_ms_p99", ".1f"),
             _plain(section, adapters, STEADY, "e2e_ms_mean", ",.0f"),
             _throughput(section, adapters),
             _plain(section, adapters, SATURATED, "ttft_ms_mean", ",.0f"),
             _plain(section, adapters, SATURATED, "tpot_ms_mean", ".1f"),
-            str(sum(run["failed"] for run in section["runs"] if run["adapters"] == adapters)),
+            _failed(section, adapters, (STEADY, SATURATED)),
         )
         for name, section in found.items()
-        for adapters in numbers_of_adapters([section])
+        for adapters in _measured(section, (STEADY, SATURATED))
     ]
     steady, saturated = _load(result, STEADY), _load(result, SATURATED)
     headings = (
         "server", "adapters asked for", f"{steady}: TTFT mean (p95), TPOT, ms", "ITL p99, ms", "E2E, ms",
         saturated, "TTFT, ms", "TPOT, ms", "failed requests",
+    )  # fmt: skip
+    return table(headings, lines)
+
+
+def high_rate_table(result: Result) -> str:
+    lines = [
+        (
+            _title(name, section),
+            _asked_for(adapters),
+            _steady(section, adapters, HIGH_RATE),
+            _plain(section, adapters, HIGH_RATE, "itl_ms_p99", ".1f"),
+            _plain(section, adapters, HIGH_RATE, "e2e_ms_mean", ",.0f"),
+            _throughput(section, adapters, HIGH_RATE),
+            _failed(section, adapters, (HIGH_RATE,)),
+        )
+        for name, section in servers(result).items()
+        for adapters in _measured(section, (HIGH_RATE,))
+    ]
+    if not lines:
+        return _NOT_YET
+    rate = f"{_load(result, HIGH_RATE)} ({_requests(result, HIGH_RATE)} requests)"
+    headings = (
+        "server", "adapters asked for", f"{rate}: TTFT mean (p95), TPOT, ms", "ITL p99, ms", "E2E, ms",
+        "throughput", "failed requests",
+    )  # fmt: skip
+    return table(headings, lines)
+
+
+def prompts_table(result: Result) -> str:
+    """Show prompts alone, for each shape: the median time to the first token and that per prompt token."""
+    loads = sorted(set(_prompt_loads(result)), key=lambda load: prompt_tokens_of(load) or 0)
+    lines = [
+        (
+            _title(name, section),
+            shape,
+            _asked_for(adapters),
+            *(_prompt(section, adapters, load) for load in loads),
+            _failed(section, adapters, loads),
+        )
+        for shape in SHAPES
+        for name, section in servers(result, shape).items()
+        for adapters in _measured(section, loads)
+    ]
+    if not lines:
+        return _NOT_YET
+    lengths = (f"{prompt_tokens_of(load):,} tokens" for load in loads)
+    return table(("server", "shape", "adapters asked for", *lengths, "failed requests"), lines)
+
+
+def shapes_table(result: Result) -> str:
+    """Show the saturated load with models of other shapes."""
+    lines = [
+        (
+            _title(name, section),
+            shape,
+            _asked_for(adapters),
+            _throughput(section, adapters),
+            _plain(section, adapters, SATURATED, "ttft_ms_mean", ",.0f"),
+            _plain(section, adapters, SATURATED, "tpot_ms_mean", ".1f"),
+            _failed(section, adapters, (SATURATED,)),
+        )
+        for shape in SHAPES[1:]
+        for name, section in servers(result, shape).items()
+        for adapters in _measured(section, (SATURATED,))
+    ]
+    if not lines:
+        return _NOT_YET
+    headings = (
+        "server", "shape", "adapters asked for", _load(result, SATURATED), "TTFT, ms", "TPOT, ms",
+        "failed requests",
     )  # fmt: skip
     return table(headings, lines)
 
@@ -134,17 +208,44 @@ def _title(name: str, section: Result) -> str:
     return f"{LABELS[name]} {version}"
 
 
-def _steady(section: Result, adapters: int) -> str:
+def _asked_for(adapters: int) -> str:
+    return "base model" if adapters == 0 else str(adapters)
+
+
+def _measured(section: Result, loads: Iterable[str]) -> list[int]:
+    """Return the numbers of adapters with which a server was measured under any of these loads."""
+    wanted = set(loads)
+    return sorted({run["adapters"] for run in section["runs"] if run["load"] in wanted})
+
+
+def _failed(section: Result, adapters: int, loads: Iterable[str]) -> str:
+    return str(sum(run["failed"] for load in loads for run in cell(section, adapters, load)))
+
+
+def _prompt_loads(result: Result) -> Iterator[str]:
+    for shape in SHAPES:
+        for section in servers(result, shape).values():
+            yield from (run["load"] for run in section["runs"] if prompt_tokens_of(run["load"]))
+
+
+def _prompt(section: Result, adapters: int, load: str) -> str:
+    ttft_ms, tokens = figure(section, adapters, load, "ttft_ms_p50"), prompt_tokens_of(load)
+    if ttft_ms is None or tokens is None:
+        return "-"
+    return f"{ttft_ms:,.1f} ms, {1000 * ttft_ms / tokens:.1f} µs/token"
+
+
+def _steady(section: Result, adapters: int, load: str = STEADY) -> str:
     mean, p95, tpot = (
-        figure(section, adapters, STEADY, name) for name in ("ttft_ms_mean", "ttft_ms_p95", "tpot_ms_mean")
+        figure(section, adapters, load, name) for name in ("ttft_ms_mean", "ttft_ms_p95", "tpot_ms_mean")
     )
     if mean is None or p95 is None or tpot is None:
         return "-"
     return f"{mean:,.1f} ({p95:,.1f}), {tpot:.1f}"
 
 
-def _throughput(section: Result, adapters: int) -> str:
-    tokens_per_s = figure(section, adapters, SATURATED, "output_tokens_per_s")
+def _throughput(section: Result, adapters: int, load: str = SATURATED) -> str:
+    tokens_per_s = figure(section, adapters, load, "output_tokens_per_s")
     return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f} tok/s"
 
 
@@ -154,8 +255,11 @@ def _plain(section: Result, adapters: int, load: str, name: str, form: str) -> s
 
 
 def _parameters(result: Result, load: str) -> Result:
-    first = next(iter(servers(result).values()))
-    found: Result = first["parameters"]["loads"][load]
+    """Return the settings of a load, from the first section that has it."""
+    every = (section for shape in SHAPES for section in servers(result, shape).values())
+    found: Result = next(
+        loads[load] for section in every if load in (loads := section["parameters"]["loads"])
+    )
     return found
 
 

@@ -127,7 +127,10 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "fleet_live.json": {"*": (*_SERVER, "loraplex/fleet", "loraplex/twin")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},
-    "http_compare.json": {"vllm": _HTTP, "vllm-lora": _HTTP, "*": (*_SERVER, *_HTTP)},
+    "http_compare.json": {
+        **{f"{server}{shape}": _HTTP for server in ("vllm", "vllm-lora") for shape in ("", " llama-3-8b")},
+        "*": (*_SERVER, *_HTTP),
+    },
     "twin_validation.json": {
         "authors": ("loraplex/twin/scores.py", "loraplex/twin/recorded_runs.py"),
         "held_out": ("loraplex/perf", "loraplex/twin"),

@@ -15,8 +15,9 @@ pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
 from benchmarks import http_compare, sources
 from benchmarks.http_checkpoint import HttpCheckpoint
-from benchmarks.http_client import VLLM, BenchClient, ClientFailedError, Lengths, Load, figures
-from benchmarks.http_compare import Comparison, OutOfTimeError, Plan, ResultFile
+from benchmarks.http_client import VLLM, BenchClient, ClientFailedError, Load, figures
+from benchmarks.http_compare import Comparison, OutOfTimeError, ResultFile
+from benchmarks.http_plan import Plan, prompt_load
 from benchmarks.http_servers import Servers, shown_command
 from benchmarks.servers import ServerCommand
 
@@ -101,15 +102,16 @@ def compare(
     out = work_dir / "out.json"
     plan = Plan(
         adapters=adapters,
+        num_adapters=servers.checkpoint.num_adapters,
         loads=(
             Load(name="steady", num_requests=6, requests_per_s=20.0),
             Load(name="saturated", num_requests=8, concurrency=4),
         ),
+        selected=("steady", "saturated"),
     )
     with BenchClient(
         python=servers.vllm_python,
         tokenizer=servers.checkpoint.base,
-        lengths=plan.lengths,
         scratch=work_dir,
         env=servers.vllm_env,
     ) as client:
@@ -138,13 +140,16 @@ def test_our_server_is_measured_run_by_run(tmp_path: Path, vllm_site: Path) -> N
             *("loraplex", "--adapters", "0,2", "--num-adapters", "2", "--rank", "4", "--shape", "tiny"),
             *("--device", "cpu", "--dtype", "float32", "--vllm-site", str(vllm_site), "--out", str(out)),
             *("--work-dir", str(tmp_path / "work"), "--steady-requests", "6", "--saturated-requests", "8"),
+            *("--prompt-tokens", "9", "--loads", "steady,saturated,prompt-9"),
         ]
     )
     assert status == 0
-    found = json.loads(out.read_text())["loraplex"]
-    assert cells(found) == [(0, "steady"), (0, "saturated"), (2, "steady"), (2, "saturated")]
-    assert [run["output_tokens_per_s"] for run in found["runs"]] == [100, 100, 200, 200]
-    assert len({run["seed"] for run in found["runs"]}) == 4
+    found = json.loads(out.read_text())["loraplex tiny"]
+    loads = ("steady", "saturated", "prompt-9")
+    assert cells(found) == [(adapters, load) for adapters in (0, 2) for load in loads]
+    assert [run["output_tokens_per_s"] for run in found["runs"]] == [100] * 3 + [200] * 3
+    assert len({run["seed"] for run in found["runs"]}) == 6
+    assert list(found["parameters"]["loads"]) == ["steady", "high-rate", "saturated", "prompt-9"]
     assert found["versions"]["vllm"] == "9.9.9"
     assert sources.changed_since(found, http_compare.FILE, "loraplex") == []
     assert str(tmp_path) not in json.dumps(found)
@@ -165,6 +170,40 @@ def test_missing_runs_are_added_and_others_repeated_with_new_seeds(stand_ins: St
 
 def test_vllm_without_lora_is_asked_for_the_base_model_alone(stand_ins: StandIns) -> None:
     assert cells(compare(stand_ins, "vllm", adapters=(0, 2))) == [(0, "steady"), (0, "saturated")]
+
+
+def test_loads_other_than_the_first_two_have_no_adapters_or_all_and_vllm_none_with_lora() -> None:
+    loads = [Load(name=name, num_requests=1, concurrency=1) for name in ("steady", "high-rate", "saturated")]
+    everything = Plan(
+        adapters=(0, 8, 100),
+        num_adapters=100,
+        loads=(*loads, prompt_load(2048, 16)),
+        selected=("steady", "high-rate", "prompt-2048"),
+    )
+
+    def chosen(server: str) -> list[tuple[int, str]]:
+        return [(adapters, load.name) for adapters, load in everything.cells(server)]
+
+    base = [(0, "steady"), (0, "high-rate"), (0, "prompt-2048")]
+    most = [(100, name) for _, name in base]
+    assert chosen("loraplex") == [*base, (8, "steady"), *most]
+    assert chosen("vllm") == base
+    assert chosen("vllm-lora") == [(0, "steady"), (8, "steady"), (100, "steady")]
+
+
+def test_prompts_of_a_load_have_its_length_and_short_answers() -> None:
+    assert prompt_load(8000, 16).args == (
+        *("--request-rate", "inf", "--num-prompts", "16", "--max-concurrency", "1"),
+        *("--random-input-len", "8000", "--random-output-len", "8", "--random-range-ratio", "0.0"),
+    )
+
+
+def test_an_unknown_load_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        http_compare.main(["loraplex", "--loads", "steady,prompt-1"])
+    assert (
+        "no load 'prompt-1'; there are steady, high-rate, saturated, prompt-2048" in capsys.readouterr().err
+    )
 
 
 def test_starts_are_measured_with_empty_and_used_caches(stand_ins: StandIns, tmp_path: Path) -> None:
@@ -204,7 +243,7 @@ def servers(tmp_path: Path) -> Servers:
 def test_vllm_is_told_what_its_load_needs(servers: Servers, tmp_path: Path) -> None:
     command = servers.command("vllm-lora")
     assert shown_command(command) == (
-        "vllm serve base --served-model-name base --port {port} --dtype bfloat16 --max-model-len 4096 "
+        "vllm serve base --served-model-name base --port {port} --dtype bfloat16 --max-model-len 8192 "
         "--gpu-memory-utilization 0.85 --no-enable-prefix-caching --enable-lora --max-loras 64 "
         "--max-lora-rank 64 --max-cpu-loras 128 --lora-target-modules qkv_proj --lora-modules ..."
     )
@@ -241,7 +280,6 @@ def test_a_client_that_fails_is_reported_with_its_output(tmp_path: Path, program
         BenchClient(
             python=sys.executable,
             tokenizer=tmp_path,
-            lengths=Lengths(),
             scratch=tmp_path,
             env={"PYTHONPATH": str(site)},
             timeout_s=5.0,

@@ -81,6 +81,41 @@ def test_servers_are_rows_and_cells_not_measured_are_empty(result: dict[str, Any
     assert "| vLLM, LoRA off 0.26.0 | 100 s | 20.0 (40.0), 6.0 | - | 9,000 tok/s | - |" in summary
 
 
+LOADS_ADDED_LATER = {
+    "high-rate": {"requests_per_s": 60.0, "concurrency": None, "num_requests": 900},
+    "prompt-2048": {"requests_per_s": None, "concurrency": 1, "num_requests": 16},
+    "prompt-8000": {"requests_per_s": None, "concurrency": 1, "num_requests": 16},
+}
+
+
+def test_loads_that_older_sections_lack_have_tables_once_they_are_measured(result: dict[str, Any]) -> None:
+    assert http_tables.high_rate_table(result) == http_tables.prompts_table(result) == "Not measured yet.\n"
+    newer = result["vllm"]
+    newer["parameters"]["loads"] |= LOADS_ADDED_LATER
+    newer["runs"] += [
+        run(0, "high-rate", 9000.0, 30.0),
+        *(run(0, f"prompt-{tokens}", 100.0, 50.0, ttft_ms_p50=64.0) for tokens in (8000, 2048)),
+    ]
+    assert http_tables.high_rate_table(result).splitlines()[2:] == [
+        "| vLLM, LoRA off 0.26.0 | base model | 30.0 (60.0), 6.0 | 9.0 | 1,000 | 9,000 tok/s | 0 |"
+    ]
+    prompts = http_tables.prompts_table(result).splitlines()
+    assert prompts[0].startswith("| server | shape | adapters asked for | 2,048 tokens | 8,000 tokens |")
+    figures = "64.0 ms, 31.2 µs/token | 64.0 ms, 8.0 µs/token | 0"
+    assert prompts[2:] == [f"| vLLM, LoRA off 0.26.0 | llama-2-7b | base model | {figures} |"]
+    assert len(http_tables.compare_table(result).splitlines()) == 5
+
+
+def test_other_shapes_have_tables_of_their_own(result: dict[str, Any]) -> None:
+    assert http_tables.shapes_table(result) == "Not measured yet.\n"
+    before = http_tables.compare_table(result)
+    result["loraplex llama-3-8b"] = section([run(100, "saturated", 9500.0, 300.0)], [20.0])
+    assert http_tables.shapes_table(result).splitlines()[2:] == [
+        "| loraplex 0.1.0 | llama-3-8b | 100 | 9,500 tok/s | 300 | 6.0 | 0 |"
+    ]
+    assert http_tables.compare_table(result) == before
+
+
 def test_the_first_run_after_a_start_is_held_against_the_last(result: dict[str, Any]) -> None:
     table = http_tables.starts_table(result)
     assert "| loraplex, empty caches | 31.0 s | 33.0 (66.0), 31.0 (62.0), 30.0 (60.0) | 1.10x |" in table
@@ -91,11 +126,11 @@ def test_documents_take_the_tables_once_there_is_a_result(tmp_path: Path, result
     names = [name for name in make_tables.TABLES if name.startswith("http-")]
     text = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in names)
     without = make_tables.fill(text, tmp_path / "nothing")
-    assert without.count("Not measured yet.") == 2
+    assert without.count("Not measured yet.") == 5
     assert "|" not in without
     (tmp_path / make_tables.HTTP).write_text(json.dumps(result))
     filled = make_tables.fill(without, tmp_path)
-    assert "Not measured yet." not in filled
+    assert filled.count("Not measured yet.") == 3  # 60 requests/s, prompts alone, and other shapes
     assert http_tables.PICTURE in filled
     assert make_tables.fill(filled, tmp_path) == filled
 
