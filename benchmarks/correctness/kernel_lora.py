@@ -68,6 +68,7 @@ def _cases(num_adapters: int) -> list[_Case]:
         _Case(name="rows, shared", launch=RowsLaunch(), lens=[1, 3, 0, 2, 5] * 3),
         _Case(name="small blocks, shared", launch=BlocksLaunch.for_decode(), lens=[1, 16, 0, 17, 5] * 3),
         _Case(name="blocks of prompts", launch=BlocksLaunch(), lens=[1, 0, 5, 64, 65, 17, 130] * 2),
+        _Case(name="a few prompts", launch=BlocksLaunch.for_prompts(256), lens=[1, 0, 5, 33, 64, 17, 130]),
         _Case(name="one long prompt", launch=BlocksLaunch(), lens=[0] * (num_adapters - 1) + [700]),
     ]
 
