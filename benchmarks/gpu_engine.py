@@ -179,12 +179,13 @@ def registered(workloads: Path) -> list[dict[str, Any]]:
 
 
 def kernels(workloads: Path) -> dict[str, Any]:
-    from loraplex.bench.kernel_scenarios import measure_kernels
+    from loraplex.bench.kernel_scenarios import measure_kernels, measure_shared
 
     copy_tb_per_s, rows = measure_kernels(SHAPE, (16, 32, 64), (8, 16, 32, 64, 128))
-    for row in rows:
+    shared = measure_shared(SHAPE)
+    for row in (*rows, *shared):
         print(row, flush=True)
-    return {"copy_tb_per_s": copy_tb_per_s, "rows": rows}
+    return {"copy_tb_per_s": copy_tb_per_s, "rows": rows, "shared": shared}
 
 
 def attention(workloads: Path) -> list[dict[str, Any]]:

@@ -152,6 +152,19 @@ def kernels_table(result: Result) -> str:
     return table(("adapters", "rank", "MB a launch", "shrink", "expand"), lines)
 
 
+def shared_kernels_table(result: Result) -> str:
+    lines = [
+        (
+            row["name"],
+            f"{row['shrink_us']:.1f} µs",
+            f"{row['expand_us']:.1f} µs",
+            f"{row['shrink_us'] + row['expand_us']:.1f} µs",
+        )
+        for row in result["kernels"]["results"].get("shared", ())
+    ]
+    return table(("rank 64", "shrink", "expand", "together"), lines)
+
+
 def attention_table(result: Result) -> str:
     lines = [
         (

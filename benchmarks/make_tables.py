@@ -103,6 +103,7 @@ TABLES: Final[dict[str, Table]] = {
     "gpu-registered": Table((GPU,), gpu_tables.registered_table),
     "gpu-block-tables": Table((GPU,), gpu_tables.block_tables_table),
     "gpu-kernels": Table((GPU,), gpu_tables.kernels_table),
+    "gpu-shared-kernels": Table((GPU,), gpu_tables.shared_kernels_table),
     "gpu-attention": Table((GPU,), gpu_tables.attention_table),
     "gpu-padded": Table((GPU,), gpu_tables.padded_table),
     "gpu-cold": Table((GPU,), gpu_tables.cold_table),

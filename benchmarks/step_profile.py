@@ -50,8 +50,9 @@ NUM_PROMPTS: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """A profiled case: `batch` requests of `prompt_tokens` each, on as many adapters of a rank and on these
-    linears."""
+    """A profiled case: `batch` requests of `prompt_tokens` each, on this many adapters of a rank and on these
+    linears. `is_prompt`: the steps that compute the prompts; otherwise those that decode. `joins`: in each of
+    those, a new request's prompt is computed as well."""
 
     name: str
     shape: str
@@ -61,6 +62,7 @@ class Scene:
     rank: int = 64
     modules: str = QKV
     is_prompt: bool = False
+    joins: bool = False
 
 
 SCENES: Final = (
@@ -72,6 +74,13 @@ SCENES: Final = (
     Scene(name="prompt, base", shape=GQA_SHAPE, batch=1, prompt_tokens=8000, is_prompt=True),
     Scene(name="decode, base", shape=SHAPE, batch=256, prompt_tokens=128),
     Scene(name="decode, 32 of rank 64", shape=SHAPE, batch=32, prompt_tokens=128, num_adapters=32),
+    Scene(name="decode, base", shape=SHAPE, batch=144, prompt_tokens=128),
+    Scene(name="decode, 100 of rank 64", shape=SHAPE, batch=144, prompt_tokens=128, num_adapters=100),
+    Scene(name="decode and a prompt, base", shape=SHAPE, batch=144, prompt_tokens=128, joins=True),
+    Scene(
+        name="decode and a prompt, 100 of rank 64", shape=SHAPE, batch=144, prompt_tokens=128,
+        num_adapters=100, joins=True,
+    ),
     Scene(name="prompt, base", shape=SHAPE, batch=1, prompt_tokens=2048, is_prompt=True),
     Scene(name="prompt, rank 64", shape=SHAPE, batch=1, prompt_tokens=2048, num_adapters=1, is_prompt=True),
 )  # fmt: skip
@@ -90,8 +99,8 @@ def _measure(engine: Engine, scene: Scene) -> dict[str, Any]:
     bring_in(engine, versions, VOCAB_SIZE)
     engine.warm_up()
 
-    def add(seed: int, output_tokens: int) -> None:
-        for index in range(scene.batch):
+    def add(seed: int, output_tokens: int, count: int = scene.batch) -> None:
+        for index in range(count):
             engine.add_request(
                 new_request(
                     f"{scene.name}-{seed}-{index}", scene.prompt_tokens, output_tokens,
@@ -118,7 +127,9 @@ def _measure(engine: Engine, scene: Scene) -> dict[str, Any]:
             decoded += len(engine.step()) == scene.batch
 
         def decodes() -> int:
-            for _ in range(NUM_STEPS):
+            for number in range(1, NUM_STEPS + 1):
+                if scene.joins:
+                    add(number, 1, count=1)
                 engine.step()
             return NUM_STEPS
 

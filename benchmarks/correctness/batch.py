@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, holds
+from benchmarks.correctness.check import Check, Setting, holds, within
 from benchmarks.correctness.comparing import (
     FLOAT32_MARGIN,
     NOISE_FACTOR,
@@ -50,10 +50,37 @@ def batch(setting: Setting) -> list[Check]:
         return checks
     short = _all_answers(setting, setting.engine_dtype)
     noise = max(rounding_error(short.alone[name], one) for name, one in exact.alone.items())
+    margin, details = round(NOISE_FACTOR * noise, 3), {"rounding_error": round(noise, 3)}
+    texts, _ = _checks("bfloat16", short, margin, **details)
     return [
         *checks,
-        *_checks("bfloat16", short, round(NOISE_FACTOR * noise, 3), rounding_error=round(noise, 3)),
+        texts,
+        within(
+            "bfloat16, log-probabilities",
+            "of the likeliest tokens, as long as both agree on the text; one that is not among the other's "
+            f"{NUM_TOP} likeliest is off by its distance to the last of these at least",
+            max(_least_error(short.scored[each], one) for each, one in short.alone.items()),
+            margin,
+            **details,
+        ),
     ]
+
+
+def _least_error(found: Answer, expected: Answer) -> float:
+    """Return the error of the five likeliest tokens that is certain. Random weights give flat distributions:
+    rounding moves a token past the last of the other's likeliest that are known."""
+    worst = 0.0
+    for here, there in zip(found.logprobs, expected.logprobs, strict=True):
+        known = dict(there.top)
+        last = min(known.values())
+        errors = [
+            abs(value - known[token]) if token in known else max(value - last, 0.0)
+            for token, value in here.top[:5]
+        ]
+        worst = max(worst, *(error if math.isfinite(error) else math.inf for error in errors))
+        if here.token_id != there.token_id:
+            break
+    return worst
 
 
 def _all_answers(setting: Setting, dtype: torch.dtype) -> _Answers:
