@@ -38,6 +38,7 @@ from benchmarks import (
     set_tables,
     slow_bus_tables,
     sources,
+    step_tables,
     twin_tables,
 )
 from benchmarks.markdown import Result, TableError
@@ -66,6 +67,7 @@ TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
 SLOW_BUS: Final = "slow_bus.json"
+STEPS: Final = "step_profile.json"
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ TABLES: Final[dict[str, Table]] = {
     "gpu-block-tables": Table((GPU,), gpu_tables.block_tables_table),
     "gpu-kernels": Table((GPU,), gpu_tables.kernels_table),
     "gpu-shared-kernels": Table((GPU,), gpu_tables.shared_kernels_table),
+    "gpu-steps": Table((STEPS,), step_tables.profile_table),
+    "gpu-steps-machine": Table((STEPS,), step_tables.profile_note),
     "gpu-attention": Table((GPU,), gpu_tables.attention_table),
     "gpu-padded": Table((GPU,), gpu_tables.padded_table),
     "gpu-cold": Table((GPU,), gpu_tables.cold_table),
