@@ -1,4 +1,4 @@
-"""Write the bytecode of all tests, which each test worker would make for itself.
+"""Compile what each test worker would compile for itself, or wait for another to: bytecode, and one engine.
 
 Pytest rewrites the assertions of test modules, and of packages that extend it, when it imports them. Here its
 import hook does the same to every file and runs none: that takes a third of the time of collecting all tests.
@@ -40,6 +40,8 @@ def main() -> None:
         hook.exec_module(module_from_spec(spec))
     for folder in FOLDERS:
         compileall.compile_dir(ROOT / folder, quiet=2)
+    sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "twin")]
+    import_module("compiled").compile_slot_engine()
 
 
 def rewritten() -> Iterator[Path]:
