@@ -12,8 +12,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 # started once. In the order of their names: those with few tests, which start servers, do not come last.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
-# Leaves the bytecode of all tests, which each test worker would make for itself. Errors are left to the tests.
-COLLECT := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
+# Leaves what each test worker would compile for itself, or wait for. Errors are left to the tests.
+COMPILE := $(BIN)/python scripts/compile_tests.py > /dev/null 2>&1 || true
 
 demo: $(STAMP)
 	$(BIN)/loraplex demo
@@ -31,7 +31,7 @@ types: $(DEV_STAMP)
 contracts: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.make_tables --check
-	$(COLLECT)
+	$(COMPILE)
 
 test-all: test
 	$(BIN)/python -m pytest $(WORKERS) -m slow

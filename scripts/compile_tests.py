@@ -1,0 +1,54 @@
+"""Compile what each test worker would compile for itself, or wait for another to: bytecode, and one engine.
+
+Pytest rewrites the assertions of test modules, and of packages that extend it, when it imports them. Here its
+import hook does the same to every file and runs none: that is far less work than to collect the tests.
+"""
+
+from __future__ import annotations
+
+import compileall
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from _pytest.assertion import rewrite
+from _pytest.config import _prepareconfig
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("benchmarks", "loraplex", "tests")
+EXTENSIONS = ("anyio", "hypothesis", "schemathesis")
+"""Packages of plugins: what their names import is compiled with rewritten assertions, too."""
+LATER = ("schemathesis.python.asgi", "schemathesis.graphql", "hypothesis.stateful")
+"""Modules of theirs that only tests import."""
+
+
+def main() -> None:
+    """Compile everything that tests import and pip did not install."""
+    sys.dont_write_bytecode = False
+    config = _prepareconfig(["--noconftest", str(ROOT)])
+    for name in (*EXTENSIONS, *LATER):
+        import_module(name)
+    hook = config.pluginmanager.rewrite_hook
+    assert isinstance(hook, rewrite.AssertionRewritingHook)
+    # From here on modules are compiled and not run.
+    rewrite.exec = lambda code, namespace: None  # type: ignore[attr-defined]
+    for path in rewritten():
+        spec = spec_from_file_location(path.stem, path, loader=hook)
+        assert spec is not None
+        hook.exec_module(module_from_spec(spec))
+    for folder in FOLDERS:
+        compileall.compile_dir(ROOT / folder, quiet=2)
+    sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "twin")]
+    import_module("compiled").compile_slot_engine()
+
+
+def rewritten() -> Iterator[Path]:
+    """Yield the files whose assertions pytest rewrites."""
+    for pattern in ("conftest.py", "test_*.py"):
+        yield from sorted((ROOT / "tests").rglob(pattern))
+
+
+if __name__ == "__main__":
+    main()
