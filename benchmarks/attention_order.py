@@ -30,9 +30,9 @@ def measure_order(shape_name: str) -> list[dict[str, Any]]:
     """Return the microseconds of one layer, as means over a few draws of contexts."""
     found, shape = [], config_of_shape(shape_name).shape
     for num_requests in NUM_REQUESTS:
-        drawn = [_draw_contexts(Random(seed), num_requests) for seed in range(_DRAWS)]
-        as_they_came_us = fmean(_layer_us(shape, contexts) for contexts in drawn)
-        longest_first_us = fmean(_layer_us(shape, sorted(contexts, reverse=True)) for contexts in drawn)
+        drawn = [draw_contexts(Random(seed), num_requests) for seed in range(_DRAWS)]
+        as_they_came_us = fmean(layer_us(shape, contexts) for contexts in drawn)
+        longest_first_us = fmean(layer_us(shape, sorted(contexts, reverse=True)) for contexts in drawn)
         num_bytes = fmean(sum(contexts) for contexts in drawn) * 2 * shape.kv_size * torch.bfloat16.itemsize
         row = {
             "requests": num_requests,
@@ -45,12 +45,12 @@ def measure_order(shape_name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _draw_contexts(random: Random, number: int) -> list[int]:
+def draw_contexts(random: Random, number: int) -> list[int]:
     drawn = (round(_MEDIAN_TOKENS * random.lognormvariate(0.0, SPREAD)) for _ in range(number))
     return [min(max(each, 1), _LONGEST) for each in drawn]
 
 
-def _layer_us(shape: ModelShape, contexts: list[int]) -> float:
+def layer_us(shape: ModelShape, contexts: list[int]) -> float:
     """Time layers in a row, each with its own keys and values, so that none is in the last-level cache."""
     num_blocks_of = [-(-context // _BLOCK_SIZE) for context in contexts]
     num_blocks, num_rows = sum(num_blocks_of), len(contexts)

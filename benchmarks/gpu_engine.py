@@ -3,8 +3,8 @@ kernels, attention by the order of contexts and of prompts beside other kernels,
 padding to the largest rank of a batch, costs of sets of requests by the ranks of their adapters, and the
 host's cost of a step by the context of its requests.
 
-    python -m benchmarks.gpu_engine decode prompts serve registered kernels attention prompt_attention cold \\
-        padded sets padded_sets tables --workloads DIR
+    python -m benchmarks.gpu_engine decode prompts serve registered kernels attention prompt_attention \\
+        decode_attention cold padded sets padded_sets tables --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep their results. Each section runs in its own
 process, so that it shares no memory or compiled kernels with others. Needs one GPU of 140 GB for the
@@ -200,6 +200,12 @@ def prompt_attention(workloads: Path) -> list[dict[str, Any]]:
     return measure_prompts((SHAPE, GQA_SHAPE))
 
 
+def decode_attention(workloads: Path) -> list[dict[str, Any]]:
+    from benchmarks.decode_attention import measure_decodes
+
+    return measure_decodes((SHAPE, GQA_SHAPE))
+
+
 def cold(workloads: Path) -> dict[str, Any]:
     """Measure from the start of a process to its first token."""
     found: dict[str, Any] = in_process(_cold, time.time())
@@ -292,6 +298,7 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "kernels": kernels,
     "attention": attention,
     "prompt_attention": prompt_attention,
+    "decode_attention": decode_attention,
     "cold": cold,
     "padded": padded,
     "sets": sets,

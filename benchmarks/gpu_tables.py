@@ -58,11 +58,12 @@ def prompts_table(result: Result) -> str:
 def prompt_attention_table(result: Result) -> str:
     """Show the attention of a prompt's rows in one layer, by kernel."""
     kernels = {"ours_us": "ours", "flash_us": "FlashAttention in torch", "cudnn_us": "cuDNN through torch"}
-    if any(row["vllm_us"] is not None for row in result["prompt_attention"]["results"]):
-        kernels["vllm_us"] = "FlashAttention 3 of vLLM"
+    for key, name in (("vllm_us", "FlashAttention 3 of vLLM"), ("flashinfer_us", "FlashInfer")):
+        if any(row.get(key) is not None for row in result["prompt_attention"]["results"]):
+            kernels[key] = name
     lines = []
     for row in result["prompt_attention"]["results"]:
-        figures = ["-" if row[key] is None else f"{row[key]:,.0f}" for key in kernels]
+        figures = ["-" if row.get(key) is None else f"{row[key]:,.0f}" for key in kernels]
         lines.append((row["shape"], f"{row['rows']:,} of {row['context']:,}", *figures))
     return table(("shape", "rows of context", *(f"{name}, us" for name in kernels.values())), lines)
 
@@ -177,6 +178,23 @@ def attention_table(result: Result) -> str:
     ]
     headings = ("requests that decode", "as they came, µs a layer", "longest first", "TB/s")
     return table(headings, lines)
+
+
+def decode_attention_table(result: Result) -> str:
+    """Return one row for each shape and number of requests; no table before it was measured."""
+    rows = result.get("decode_attention", {}).get("results")
+    if not rows:
+        return "Not measured yet.\n"
+    kernels = {"ours_us": "ours", "vllm_us": "FlashAttention 3 of vLLM", "flashinfer_us": "FlashInfer"}
+    lines = [
+        (
+            row["shape"],
+            f"{row['requests']} of {row['mean_context']} tokens",
+            *("-" if row[key] is None else f"{row[key]:,.0f}" for key in kernels),
+        )
+        for row in rows
+    ]
+    return table(("shape", "requests", *(f"{name}, us" for name in kernels.values())), lines)
 
 
 def cold_table(result: Result) -> str:

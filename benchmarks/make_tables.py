@@ -108,6 +108,7 @@ TABLES: Final[dict[str, Table]] = {
     "gpu-shared-kernels": Table((GPU,), gpu_tables.shared_kernels_table),
     "gpu-steps": Table((STEPS,), step_tables.profile_table),
     "gpu-steps-machine": Table((STEPS,), step_tables.profile_note),
+    "gpu-decode-attention": Table((GPU,), gpu_tables.decode_attention_table),
     "gpu-attention": Table((GPU,), gpu_tables.attention_table),
     "gpu-padded": Table((GPU,), gpu_tables.padded_table),
     "gpu-cold": Table((GPU,), gpu_tables.cold_table),

@@ -1,7 +1,7 @@
 """Attention of a prompt's rows over its context: ours beside torch's FlashAttention, cuDNN's through torch,
-and vLLM's FlashAttention if vLLM is installed.
+and vLLM's FlashAttention and FlashInfer where they are installed.
 
-Ours and vLLM's read cached keys and values from pages; torch's takes contiguous ones, which an engine would
+Ours, vLLM's and FlashInfer's read cached keys and values from pages; torch's takes contiguous ones, which an engine would
 have to gather first, and that is not counted. A section of `benchmarks.gpu_engine`.
 """
 
@@ -24,6 +24,7 @@ from loraplex.model.shapes import config_of_shape
 ROWS_AND_CONTEXTS: Final = ((512, 512), (2048, 2048), (2048, 4096), (2048, 8000))
 _BLOCK_SIZE: Final = 16
 _LAUNCHES: Final = 10
+_WORKSPACE_BYTES: Final = 256 << 20
 _VLLM: Final = "vllm.vllm_flash_attn"
 
 Launch = Callable[[], object]
@@ -37,7 +38,7 @@ def measure_prompts(shape_names: tuple[str, ...]) -> list[dict[str, Any]]:
         shape = config_of_shape(name).shape
         for num_rows, context in ROWS_AND_CONTEXTS:
             row: dict[str, Any] = {"shape": name, "rows": num_rows, "context": context}
-            for who, make in (("ours", _ours), ("flash", _flash), ("cudnn", _cudnn), ("vllm", _vllm)):
+            for who, make in _KERNELS.items():
                 row[f"{who}_us"] = _layer_us(make, shape, num_rows, context)
             print(row, flush=True)
             found.append(row)
@@ -120,3 +121,40 @@ def _vllm(shape: ModelShape, num_rows: int, context: int) -> Launch:
         block_table=blocks,
         fa_version=3,
     )
+
+
+def _flashinfer(shape: ModelShape, num_rows: int, context: int) -> Launch:
+    wrapper_class = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    wrapper = wrapper_class(workspace, "HND", backend="auto")
+    num_blocks = -(-context // _BLOCK_SIZE)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    wrapper.plan(
+        integers(0, num_rows),
+        integers(0, num_blocks),
+        torch.randperm(num_blocks, device="cuda", dtype=torch.int32),
+        integers((context - 1) % _BLOCK_SIZE + 1),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        _BLOCK_SIZE,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    cache = _random(num_blocks, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
+    q = _random(num_rows, shape.num_heads, shape.head_dim)
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, cache, out=out)
+
+
+_KERNELS: Final[dict[str, Callable[[ModelShape, int, int], Launch]]] = {
+    "ours": _ours,
+    "flash": _flash,
+    "cudnn": _cudnn,
+    "vllm": _vllm,
+    "flashinfer": _flashinfer,
+}

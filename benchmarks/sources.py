@@ -102,6 +102,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kernels": ("loraplex/kernels", "loraplex/bench/kernel_scenarios.py"),
         "attention": ("loraplex/kernels",),
         "prompt_attention": ("loraplex/kernels",),
+        "decode_attention": ("loraplex/kernels",),
         "*": _TIMED_ENGINE,
     },
     "step_profile.json": {"*": _TIMED_ENGINE},
