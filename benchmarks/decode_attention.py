@@ -1,4 +1,4 @@
-"""Attention of requests that decode: ours beside vLLM's FlashAttention and FlashInfer, where these are installed.
+"""Attention of requests that decode: ours beside vLLM's FlashAttention and FlashInfer, if they are installed.
 
 All read keys and values from pages of 16 tokens, each launch those of another layer. A section of
 `benchmarks.gpu_engine`.

@@ -1,8 +1,8 @@
 """Attention of a prompt's rows over its context: ours beside torch's FlashAttention, cuDNN's through torch,
 and vLLM's FlashAttention and FlashInfer where they are installed.
 
-Ours, vLLM's and FlashInfer's read cached keys and values from pages; torch's takes contiguous ones, which an engine would
-have to gather first, and that is not counted. A section of `benchmarks.gpu_engine`.
+Ours, vLLM's and FlashInfer's read cached keys and values from pages; torch's takes contiguous ones, which an
+engine would have to gather first, and that is not counted. A section of `benchmarks.gpu_engine`.
 """
 
 from __future__ import annotations

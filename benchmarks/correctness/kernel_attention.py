@@ -27,7 +27,7 @@ def attention_checks(shape_name: str, setting: Setting, tolerance: float) -> lis
     longest = 70 if setting.tiny else 4000
     checks = [
         _decode(shape, count, longest, setting, tolerance)
-        for count in ((1, 4) if setting.tiny else (1, 4, 33, 64))
+        for count in ((1, 4) if setting.tiny else (1, 4, 33, 64, 128))
     ]
     checks += [
         _split(shape, splits, longest, setting, tolerance)

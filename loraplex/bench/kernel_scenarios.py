@@ -106,7 +106,7 @@ def _layer_us(
     step.gather()
     out_features = sum(shape.out_features(module) for module in GROUPS[_GROUP])
     x = torch.randn(num_rows, shape.hidden_size, dtype=torch.bfloat16, device=device)
-    # In turn: the outputs of one step are not in the cache when the next layer's are computed.
+    # In turn, as no layer of a model writes where the one before it did.
     outputs = torch.zeros(_NUM_OUTPUTS, num_rows, out_features, dtype=torch.bfloat16, device=device)
 
     def shrink_all() -> None:

@@ -20,7 +20,7 @@ from loraplex.core.errors import StorageError, UserError
 from loraplex.core.modules import MODULES
 from loraplex.core.whole_file import write_whole
 from loraplex.perf.assist_cost import AssistCost
-from loraplex.perf.assist_split import ROWS_EACH
+from loraplex.perf.assist_split import ROW_ALIGNMENT
 from loraplex.perf.cost_model import Corrections, CostModel, KernelKind
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
@@ -39,6 +39,7 @@ _UNITS: Final = {
     "unit_s": "seconds a byte",
     "weight_s, row_s": "seconds a weight, the latter for each row",
     "token_s": "seconds a token",
+    "rows_each": "rows",
     "*_bytes": "bytes",
     "*_error": "shares of what was measured",
 }
@@ -314,8 +315,8 @@ def _curve(found: JsonObject) -> RowCurve:
 
 def _assist_cost(found: JsonObject) -> AssistCost:
     names = ("round_trip_s", "token_s", "call_s", "weight_s", "row_s")
-    # Older profiles lack `rows_each`: where it was not measured, the pool splits by the same default.
-    rows_each = found.count("rows_each") if "rows_each" in found.names else ROWS_EACH
+    # Older profiles lack `rows_each`: their costs were fitted to tasks split as finely as can be.
+    rows_each = found.count("rows_each") if "rows_each" in found.names else ROW_ALIGNMENT
     costs = {name: found.number(name) for name in names}
     cost = AssistCost(**costs, rows_each=rows_each, quality=_quality(found))
     found.end()

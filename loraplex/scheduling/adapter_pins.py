@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
+from loraplex.perf.assist_split import MAX_STEP_ROWS
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.host_reads import HostReads
 from loraplex.scheduling.memory import Memory
@@ -32,11 +33,10 @@ class AdapterPins:
     """Pins adapters for waiting requests and starts their loads.
 
     `prefetch_depth`: number of waiting requests whose adapters may start to load. `step_tokens`: most tokens
-    of a prompt in one step. `refused`: the request
-    whose adapter found no room, if any; requests behind it must not take that memory. `short`: the request
-    whose tokens found no room. `reads`: versions to read into host memory before they can be loaded.
-    `to_keep`: versions still to be loaded and kept. `starts`: decides whether steps may use an adapter while
-    it is being copied from host memory.
+    of a prompt in one step. `refused`: the request whose adapter found no room, if any; requests behind it
+    must not take that memory. `short`: the request whose tokens found no room. `reads`: versions to read into
+    host memory before they can be loaded. `to_keep`: versions still to be loaded and kept. `starts`: decides
+    whether steps may use an adapter while it is being copied from host memory.
     """
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, step_tokens: int) -> None:
@@ -86,7 +86,7 @@ class AdapterPins:
             if sequence.adapter_hit is None:
                 sequence.adapter_hit = not absent
             if absent:
-                self._load(version, num_tokens=min(len(sequence.token_ids), self._step_tokens))
+                self._load(version, num_tokens=self._first_tokens(sequence))
             self._follow_moves(running)
 
     def load_popular(self, versions: Iterable[str], running: Sequence[RequestState]) -> None:
@@ -214,9 +214,15 @@ class AdapterPins:
                     self._follow_moves(running)
             self.to_keep.popleft()
 
+    def _first_tokens(self, sequence: RequestState) -> int:
+        """Return the tokens that a request's first step computes, as far as CPU workers may assist with it: 0
+        if they may not."""
+        num_tokens = min(len(sequence.token_ids), self._step_tokens)
+        is_scored = sequence.request.params.prompt_logprobs is not None
+        return 0 if is_scored or num_tokens > MAX_STEP_ROWS else num_tokens
+
     def _load(self, version: str, num_tokens: int = 0) -> None:
-        """`num_tokens`: those that the first step computes of the prompt that waits for the version, if one
-        does."""
+        """`num_tokens`: those of a prompt that CPU workers may assist with in the version's first step."""
         load, num_bytes = self._memory.load_of(version), self._table.num_bytes(version)
         source = self._table.host_place(version)
         assisted_layers = 0

@@ -12,7 +12,7 @@ import pytest
 from cost_models import H200_MEMORY, SUBJECT, h200_model
 
 from loraplex.core.errors import StorageError
-from loraplex.perf.assist_split import ROWS_EACH
+from loraplex.perf.assist_split import ROW_ALIGNMENT
 from loraplex.perf.cost_model import Corrections, KernelKind, with_padded_kernels
 from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profile, write_profile
 
@@ -45,13 +45,13 @@ def test_an_older_profile_says_nothing_of_a_steps_work(tmp_path: Path) -> None:
     assert (memory.step_tokens, memory.position_cost) == (2048, 0.0)
 
 
-def test_an_older_profile_has_the_split_that_a_pool_has_without_measuring(tmp_path: Path) -> None:
+def test_an_older_profile_has_the_finest_split_to_which_its_costs_were_fitted(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     model = replace(h200_model(), assist=replace(h200_model().assist, rows_each=128))
     document = json.loads(profile_to_json(model))
     assert document["assist"].pop("rows_each") == 128
     path.write_text(json.dumps(document))
-    assert read_profile(path).assist.rows_each == ROWS_EACH
+    assert read_profile(path).assist.rows_each == ROW_ALIGNMENT
 
 
 def test_an_older_profile_is_of_kernels_that_do_not_pad(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.model.shapes import config_of_shape
+from loraplex.perf.assist_split import MAX_STEP_ROWS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
@@ -187,12 +188,18 @@ def scheduler_of(model: CostModel, cold_start: ColdStart = ColdStart.AUTO, num_w
     return Scheduler(config, arena, DriftWatch(model))
 
 
-def add(scheduler: Scheduler, request_id: str, adapter: str | None = None, num_tokens: int = 20) -> None:
+def add(
+    scheduler: Scheduler,
+    request_id: str,
+    adapter: str | None = None,
+    num_tokens: int = 20,
+    prompt_logprobs: int | None = None,
+) -> None:
     scheduler.add(
         EngineRequest(
             request_id=request_id,
             prompt_token_ids=list(range(num_tokens)),
-            params=SamplingParams(max_tokens=50, ignore_eos=True),
+            params=SamplingParams(max_tokens=50, ignore_eos=True, prompt_logprobs=prompt_logprobs),
             adapter=adapter,
         )
     )
@@ -318,6 +325,21 @@ def test_workers_are_planned_for_the_part_of_a_prompt_that_a_step_computes() -> 
         return load.assisted_layers
 
     assert layers(512, 32) == layers(32, 32) > layers(512, 512)
+
+
+def test_no_layers_are_planned_for_steps_that_workers_never_assist_with() -> None:
+    def layers(prompt: int, prompt_logprobs: int | None = None) -> int:
+        arena = Arena(num_pages=300, page_bytes=MB, block_size=16, host_bytes=1 << 40)
+        config = SchedulerConfig(max_model_len=1200, cold_start=ColdStart.CPU_ASSIST, num_workers=8)
+        # So slow a bus that workers pay for any prompt.
+        scheduler = Scheduler(config, arena, DriftWatch(costs(bytes_per_s=0.01e9)))
+        stage(scheduler, "v", 50 * MB)
+        add(scheduler, "a", "v", prompt, prompt_logprobs)
+        (load,) = scheduler.schedule().adapter_loads
+        return load.assisted_layers
+
+    assert layers(MAX_STEP_ROWS) > 0 == layers(MAX_STEP_ROWS + 1)
+    assert layers(100) > 0 == layers(100, prompt_logprobs=1), "prompts that are scored run without a graph"
 
 
 def step_ratio(scheduler: Scheduler) -> float:

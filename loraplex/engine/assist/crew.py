@@ -113,7 +113,8 @@ class Crew:
 
     @property
     def num_ready(self) -> int:
-        """Number of workers that are ready. Does not wait for the watching thread."""
+        """Number of workers that are ready. Read without the lock, so that a step never waits for it: it may
+        be out of date by a moment, as it would be with the lock."""
         return sum(slot.is_ready for slot in self._slots)
 
     @property

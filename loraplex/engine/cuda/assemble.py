@@ -181,19 +181,8 @@ def _build_executor(
         # Requests that end in a plan keep their seats until after its launch.
         num_seats = 2 * options.max_running + 2
         store = _build_store(shape, options, arena, device, host_blocks)
-        num_workers = _num_workers(options, shape, device.type)
-        assist = None
-        if num_workers > 0:
-            assert memory is not None
-            assist = CpuAssist(
-                shape,
-                options.dtype,
-                device,
-                memory,
-                num_workers,
-                options.max_step_tokens,
-                _costs(options, shape, device.type).assist.rows_each,
-            )
+        assist = _start_workers(options, shape, device, memory)
+        if assist is not None:
             undo.callback(assist.close)
         executor = CudaExecutor(
             decoder=decoder,
@@ -239,6 +228,20 @@ def _group_planner(costs: CostModel) -> PlanGroups:
     if costs.bus is None:
         return lambda layer_bytes: (1,) * len(layer_bytes)
     return partial(costs.plan_groups, step_s=costs.step_s(_SHORT_PROMPT))
+
+
+def _start_workers(
+    options: CudaOptions, shape: ModelShape, device: torch.device, memory: HostMemory | None
+) -> CpuAssist | None:
+    """Start the CPU workers, if the engine has any. They split tasks as in the profile that their costs are
+    from, or as they measure themselves."""
+    num_workers = _num_workers(options, shape, device.type)
+    if num_workers == 0:
+        return None
+    assert memory is not None
+    costs = _costs(options, shape, device.type)
+    rows_each = costs.assist.rows_each if costs.measured else None
+    return CpuAssist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens, rows_each)
 
 
 def _costs(options: CudaOptions, shape: ModelShape, device: str) -> CostModel:

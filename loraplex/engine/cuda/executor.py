@@ -224,8 +224,9 @@ class CudaExecutor:
 
     @property
     def num_workers(self) -> int:
-        """Number of CPU workers that are ready."""
-        return 0 if self._assist is None else self._assist.num_ready
+        """Number of CPU workers that can assist with steps: those that are ready, once a graph has their
+        kernels."""
+        return 0 if self._assist is None or not self._runner.may_assist else self._assist.num_ready
 
     @property
     def num_required(self) -> int:

@@ -81,6 +81,7 @@ class GraphQueue(Generic[G]):
         self._families: set[frozenset[str]] = set()  # groups that single adapters touch
         self._wanted: dict[GraphKey, None] = {}  # missing ones that steps asked for, in order
         self._is_full = False
+        self.has_assisted = False  # whether a captured graph has the kernels of CPU workers
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -105,6 +106,7 @@ class GraphQueue(Generic[G]):
         self._graphs[key] = graph
         self._wanted.pop(key, None)
         self._choices.clear()
+        self.has_assisted |= key.sizes.assists > 0
 
     def stop(self) -> None:
         """Capture no more: the device has no memory for it."""

@@ -74,10 +74,12 @@ class StepSizes:
 
     def covers(self, other: StepSizes) -> bool:
         """Return whether a step of the other sizes fits, with padding for the rest. A step without prompts
-        never fits one with prompts, nor the reverse: they run different kernels."""
+        never fits one with prompts, nor the reverse: they run different kernels. Its tiles of prompts fit if
+        its rows and spans do: they are cut as in the larger step."""
         if (self.spans == 0) != (other.spans == 0):
             return False
-        return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
+        compared = (name for name in self.__slots__ if name != "span_tiles")
+        return all(getattr(self, name) >= getattr(other, name) for name in compared)
 
     @property
     def num_integers(self) -> int:

@@ -153,6 +153,11 @@ class StepRunner:
             host_block=host_block, logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH
         )
 
+    @property
+    def may_assist(self) -> bool:
+        """Whether any step has the kernels of CPU workers."""
+        return self._buffers is None or self._graphs.has_assisted
+
     def can_assist(self, built: BuiltBatch) -> bool:
         """Return whether CPU workers may assist with a step: a captured graph has their kernels, or no step
         has a graph. Kernel by kernel, launching them takes longer than workers save."""
@@ -317,7 +322,8 @@ def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
     yield "decodes", sizes.decodes, sizes.spans > 0
     for group in key.groups:
         yield group, key.shares, sizes.decode_tiles > FEW_SEGMENTS, sizes.span_tiles > 0
-        yield group, BlocksLaunch.for_prompts(sizes.rows)
+        if sizes.span_tiles > 0:
+            yield group, BlocksLaunch.for_prompts(sizes.rows)
         if sizes.assists > 0:
             yield group, sizes.span_tiles
 

@@ -19,7 +19,7 @@ from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
 from loraplex.engine.cuda.step_lora import StepLora
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
-from loraplex.perf.assist_split import MAX_SPANS
+from loraplex.perf.assist_split import MAX_SPANS, MAX_STEP_ROWS
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""
@@ -27,7 +27,7 @@ COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """The `DECODE_ROWS` that are captured before an engine is ready."""
 FEWEST_DECODE_ROWS: Final = (8, 16, 32, 64, 128, 256)
 """The `DECODE_ROWS` of graphs for adapters and contexts that are not known yet."""
-MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, MAX_STEP_ROWS)
 """Rows of graphs with prompts. Larger steps compute for longer than it takes to launch them kernel by kernel,
 which needs no padding."""
 FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, 1024)

@@ -39,11 +39,13 @@ from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import (
     all_graph_sizes, assisted_graph_sizes, decode_sizes, mixed_sizes,
 )
+from loraplex.kernels.triton import decode_attention
 from loraplex.kernels.triton.kernel import collect_launches
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.decoder import Decoder
 from loraplex.model.shapes import config_of_shape, meta_weights
 
+decode_attention._MANY_PROGRAMS = 300  # so that some steps of this small shape have that many
 keys = set()
 # Nothing is compiled: what the hook says is compiled elsewhere.
 knobs.runtime.jit_cache_hook = lambda *, key, repr, **_: keys.add((repr, key)) or True

@@ -222,6 +222,20 @@ def test_each_layer_is_computed_where_its_weights_are_when_it_is_reached(
     assert submissions.num_computed == num_computed
 
 
+def test_two_prompts_of_one_step_have_tasks_of_their_own(
+    assisted: Engine, submissions: Submissions, expected: dict[str, list[int]]
+) -> None:
+    submissions.tasks_before_copies = 2
+    version = SPECS[1].version
+    names = version, version[::-1]  # a prompt depends on the length of its request's name
+    for name in names:
+        assisted.add_request(greedy(name, version))
+    found = run_to_end(assisted)
+    assert [found[name].token_ids for name in names] == [expected[version]] * 2
+    assert len(submissions.found[0][1].spans) == 2
+    assert submissions.num_computed == 4
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
 def test_graphs_are_replayed_with_workers_as_without(
     recorder: RunAgain, submissions: Submissions, expected: dict[str, list[int]]

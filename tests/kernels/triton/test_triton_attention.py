@@ -126,6 +126,12 @@ def test_decode_equals_softmax(heads: Heads, num_splits: int, dtype: torch.dtype
     assert out[[1, 4]].isnan().all(), "rows of other sequences are left alone"
 
 
+@pytest.mark.parametrize("heads", [MHA, WIDE], ids=["mha of 80", "mqa of 128"])
+def test_decode_by_many_small_programs_equals_softmax(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.kernels.triton.decode_attention._MANY_PROGRAMS", 1)
+    test_decode_equals_softmax(heads, 1, torch.float16)
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_nothing_is_written_for_padding_decodes(num_splits: int) -> None:
     """They name row 0, which is another one's."""
