@@ -120,7 +120,8 @@ def shown_command(engine: Engine) -> str:
 
 
 def without_folders(value: str) -> str:
-    return Path(value).name if value.startswith("/") else value
+    """Return the names of the files in it, for a value that may be a list of them."""
+    return ":".join(Path(part).name if part.startswith("/") else part for part in value.split(":"))
 
 
 def checkpoint(root: Path, *, num_adapters: int, size: Size = SERVED) -> Checkpoint:

@@ -56,6 +56,7 @@ def loraplex(
     return Engine(name="loraplex", label="loraplex", version=__version__, command=ServerCommand(args=args))
 
 
+_TCMALLOC: Final = "libtcmalloc_minimal.so.4"
 VLLM_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
@@ -102,8 +103,12 @@ def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, setup: str, named: b
         args += ["--enable-lora", "--max-loras", "16", "--max-lora-rank", "64", "--lora-modules"]
         args += [f"{name}={checkpoint.adapters / name}" for name in checkpoint.adapter_names]
     env = {**VLLM_ENV, **chosen.env}
-    if chosen.preload_openmp:
-        env["LD_PRELOAD"] = str(venv.resolve() / "lib" / "libiomp5.so")
+    preloaded = [
+        *([_TCMALLOC] if chosen.preload_tcmalloc else []),
+        *([str(venv.resolve() / "lib" / "libiomp5.so")] if chosen.preload_openmp else []),
+    ]
+    if preloaded:
+        env["LD_PRELOAD"] = ":".join(preloaded)
     name = "vllm-lora" if lora else "vllm"
     return Engine(
         name=f"{name}:{setup}" if named else name,

