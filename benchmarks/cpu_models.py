@@ -31,10 +31,12 @@ MODELS: Final[Mapping[str, CpuModel]] = {
         description="random Llama, 28M parameters, float32 (benchmarks/make_checkpoint.py)",
         suffix="",
     ),
-    # Fewer and shorter answers and a short warm-up: a repeat of all engines takes minutes.
+    # Fewer requests at a time, shorter answers and a short warm-up: a repeat of all engines takes minutes.
     "0.5b": CpuModel(
         size=HALF_BILLION,
-        traffic=Traffic(num_requests=32, output_tokens=16, warmup_requests=16, warmup_output_tokens=4),
+        traffic=Traffic(
+            num_requests=16, concurrency=8, output_tokens=16, warmup_requests=8, warmup_output_tokens=2
+        ),
         description="random Llama, 0.5B parameters in the layers of Qwen2.5-0.5B without biases and with "
         "65,536 tokens, float32 (benchmarks/make_checkpoint.py)",
         suffix="_05b",
