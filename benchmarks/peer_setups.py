@@ -39,6 +39,7 @@ _TARGETS: Final = ("--lora-target-modules", "qkv_proj", "o_proj")  # the default
 VLLM_SETUPS: Final[Mapping[str, VllmSetup]] = {
     "default": VllmSetup(),
     "eager": VllmSetup(args=("--enforce-eager",)),
+    "eager-tcmalloc-iomp": VllmSetup(args=("--enforce-eager",), preload_openmp=True, preload_tcmalloc=True),
     "iomp": VllmSetup(preload_openmp=True),
     "tcmalloc": VllmSetup(preload_tcmalloc=True),
     "tcmalloc-iomp": VllmSetup(preload_openmp=True, preload_tcmalloc=True),
