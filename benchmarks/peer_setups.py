@@ -83,6 +83,10 @@ SETUPS: Final[Mapping[str, Mapping[str, VllmSetup] | Mapping[str, LlamaSetup]]] 
 # and one thread with LoRA on. llama.cpp was not tuned for it.
 BEST: Final[Mapping[str, Mapping[str, str]]] = {
     "28m": {"vllm": "default", "vllm-lora": "targets", "llama.cpp": "default"},
-    "0.5b": {"vllm": "default", "vllm-lora": "targets", "llama.cpp": "default"},
+    "0.5b": {
+        "vllm": "eager-tcmalloc-iomp",
+        "vllm-lora": "targets-tcmalloc-iomp",
+        "llama.cpp": "openblas-no-flash",
+    },
 }
 """Model -> engine -> the fastest set-up in the trials."""
