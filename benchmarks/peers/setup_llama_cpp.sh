@@ -4,7 +4,8 @@
 #   benchmarks/peers/setup_llama_cpp.sh [DIR]        default: build/llama.cpp
 #
 # The sources come from the package registry: the source distribution of llama-cpp-python contains them. Where
-# OpenBLAS is installed (libopenblas-dev, pkg-config), a second build, llama-server-openblas, uses it for prompts.
+# OpenBLAS is installed (libopenblas-openmp-dev, pkg-config), a second build, llama-server-openblas, uses it for
+# prompts.
 # Then: python -m benchmarks.cpu_serve --engines ...,llama.cpp --llama-server DIR/llama-server
 set -euo pipefail
 
