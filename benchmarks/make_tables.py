@@ -56,6 +56,7 @@ _BLOCK: Final = re.compile(
     re.DOTALL,
 )
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
+SERVE_05B, TUNING_05B = "cpu_serve_05b.json", "peer_tuning_05b.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
 START: Final = "gpu_start.json"
@@ -89,6 +90,12 @@ TABLES: Final[dict[str, Table]] = {
     "cpu-machine": Table((SERVE,), cpu_tables.machine_note),
     "cpu-steps": Table((KERNELS,), cpu_tables.steps_table),
     "cpu-limits": Table((KERNELS,), cpu_tables.limits_table),
+    "cpu-serve-05b": Table((SERVE_05B,), cpu_tables.serve_table, if_missing="Not measured yet.\n"),
+    "cpu-startup-05b": Table((SERVE_05B,), cpu_tables.startup_table, if_missing="Not measured yet.\n"),
+    "cpu-runs-05b": Table((SERVE_05B,), cpu_tables.runs_table, if_missing="Not measured yet.\n"),
+    "cpu-machine-05b": Table((SERVE_05B,), cpu_tables.machine_note, if_missing=""),
+    "cpu-tuning-05b": Table((TUNING_05B,), cpu_tables.serve_table, if_missing="Not measured yet.\n"),
+    "cpu-tuning-machine-05b": Table((TUNING_05B,), cpu_tables.machine_note, if_missing=""),
     "waiting-queue": Table((QUEUE,), load_tables.queue_table),
     "waiting-queue-machine": Table((QUEUE,), load_tables.queue_note),
     "cpu-shared": Table((SHARED,), load_tables.shared_table),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.bench.client import BenchRequest, CompletionClient
@@ -27,12 +27,18 @@ MEDIAN_OF = (
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The closed loop of the published table."""
+    """The closed loop of a published table. Requests of the warm-up may have shorter answers."""
 
     num_requests: int = 48
     concurrency: int = 16
     prompt_tokens: int = 64
     output_tokens: int = 32
+    warmup_requests: int = 32
+    warmup_output_tokens: int = 32
+
+    def warmup(self, models: Sequence[str], *, seed: int) -> list[BenchRequest]:
+        shorter = replace(self, output_tokens=self.warmup_output_tokens)
+        return shorter.requests(models, seed=seed, num_requests=self.warmup_requests)
 
     def requests(
         self, models: Sequence[str], *, seed: int, num_requests: int | None = None

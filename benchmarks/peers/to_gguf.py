@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from benchmarks.make_checkpoint import SERVED, SPECIAL_TOKENS
+from benchmarks.make_checkpoint import SPECIAL_TOKENS
 
 Array = npt.NDArray[np.float32]
 
@@ -33,20 +34,22 @@ _LAYER_TENSORS = {
     "mlp.down_proj": "ffn_down",
 }
 _OTHER_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-# Rotary pairs are neighbours in llama.cpp and half a head apart in transformers.
-_ROTARY_HEADS = {"attn_q": SERVED.num_heads, "attn_k": SERVED.num_kv_heads}
+_ROTARY_HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+"""Tensors whose rows are in another order -> the number of their heads in the model's config. Rotary pairs
+are neighbours in llama.cpp and half a head apart in transformers."""
+Config = dict[str, Any]
 
 
 def convert(checkpoint: Path, out: Path) -> None:
-    """Writes OUT/base.gguf and OUT/<adapter>.gguf."""
+    """Write OUT/base.gguf and OUT/<adapter>.gguf."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_base(checkpoint / "base", out / "base.gguf")
+    model: Config = json.loads((checkpoint / "base" / "config.json").read_text())
+    _write_base(checkpoint / "base", model, out / "base.gguf")
     for adapter in sorted((checkpoint / "adapters").iterdir()):
-        _write_adapter(adapter, out / f"{adapter.name}.gguf")
+        _write_adapter(adapter, model, out / f"{adapter.name}.gguf")
 
 
-def _write_base(directory: Path, out: Path) -> None:
-    config = json.loads((directory / "config.json").read_text())
+def _write_base(directory: Path, config: Config, out: Path) -> None:
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -61,7 +64,7 @@ def _write_base(directory: Path, out: Path) -> None:
     _add_tokenizer(writer, json.loads((directory / "tokenizer.json").read_text())["model"])
     for name, tensor in load_file(directory / "model.safetensors").items():
         target = _gguf_name(name.removesuffix(".weight"))
-        writer.add_tensor(f"{target}.weight", _rotary_order(target, tensor))
+        writer.add_tensor(f"{target}.weight", _rotary_order(target, tensor, config))
     _finish(writer)
 
 
@@ -81,7 +84,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, bpe: dict[str, object]) -> None:
     writer.add_add_bos_token(False)
 
 
-def _write_adapter(directory: Path, out: Path) -> None:
+def _write_adapter(directory: Path, model: Config, out: Path) -> None:
     config = json.loads((directory / "adapter_config.json").read_text())
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -91,7 +94,7 @@ def _write_adapter(directory: Path, out: Path) -> None:
         module, _, matrix = name.removesuffix(".weight").rpartition(".")
         target = _gguf_name(module.removeprefix("base_model.model."))
         if matrix == "lora_B":
-            tensor = _rotary_order(target, tensor)
+            tensor = _rotary_order(target, tensor, model)
         writer.add_tensor(f"{target}.weight.{matrix.lower()}", tensor)
     _finish(writer)
 
@@ -103,10 +106,11 @@ def _gguf_name(module: str) -> str:
     return f"blk.{layer}.{_LAYER_TENSORS[within]}"
 
 
-def _rotary_order(target: str, tensor: Array) -> Array:
-    num_heads = _ROTARY_HEADS.get(target.rpartition(".")[2])
-    if num_heads is None:
+def _rotary_order(target: str, tensor: Array, model: Config) -> Array:
+    heads = _ROTARY_HEADS.get(target.rpartition(".")[2])
+    if heads is None:
         return tensor
+    num_heads = model[heads]
     rows, columns = tensor.shape
     halves = tensor.reshape(num_heads, 2, rows // num_heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
