@@ -32,8 +32,10 @@ def measure_decodes(shape_names: Sequence[str]) -> list[dict[str, Any]]:
         shape = config_of_shape(name).shape
         for num_requests in NUM_REQUESTS:
             contexts = sorted(draw_contexts(Random(0), num_requests), reverse=True)
-            row = {"shape": name, "requests": num_requests, "mean_context": round(fmean(contexts))}
-            row |= {
+            row: dict[str, Any] = {
+                "shape": name,
+                "requests": num_requests,
+                "mean_context": round(fmean(contexts)),
                 "ours_us": round(layer_us(shape, contexts), 1),
                 "vllm_us": _peer_us(_vllm, shape, contexts),
                 "flashinfer_us": _peer_us(_flashinfer, shape, contexts),
@@ -57,7 +59,7 @@ def _vllm(shape: ModelShape, contexts: list[int]) -> float:
     attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
     num_pages, widest = [-(-context // _PAGE_SIZE) for context in contexts], -(-max(contexts) // _PAGE_SIZE)
     caches = _random(_NUM_LAYERS, 2, sum(num_pages), _PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
-    pages = torch.randperm(sum(num_pages), dtype=torch.int32).split(num_pages)
+    pages = torch.split(torch.randperm(sum(num_pages), dtype=torch.int32), num_pages)
     table = torch.stack([torch.nn.functional.pad(each, (0, widest - len(each))) for each in pages]).cuda()
     q = _random(len(contexts), shape.num_heads, shape.head_dim)
     out = torch.empty_like(q)
