@@ -9,7 +9,7 @@ Sections:  loraplex   our server
 
 Loads:     steady, saturated             20 requests/s, and 256 at a time; with 0, 1, 8, 32, 100 adapters
            high-rate                     60 requests/s; base model and 100 adapters
-           prompt-2048, -3800, -8000     prompts of that many tokens, one at a time; the same
+           prompt-2048, -3800, -8000     prompts of so many tokens, one at a time; base model, 100 adapters
 
 `benchmarks.http_plan` says which server has which loads. Each run is printed and written to the result file
 when it ends. Runs are added to those that the file already holds of the same code and settings; `--missing`

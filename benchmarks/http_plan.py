@@ -30,8 +30,9 @@ class Plan:
         """Return the numbers of adapters and the loads that this server is measured with.
 
         The steady and the saturated load are run with every number of adapters, the others with the base
-        model and with all adapters. vLLM without LoRA has the base model only. vLLM with LoRA has the first
-        two loads only: the high rate is beyond its capacity.
+        model and with all adapters. vLLM without LoRA has the base model only. vLLM with LoRA has the steady
+        and the saturated load only: the high rate is beyond its capacity, and prompts alone are compared with
+        vLLM at its fastest, without LoRA.
         """
         return [
             (adapters, load)
