@@ -170,7 +170,7 @@ def _add(
     y: torch.Tensor,
     group: str,
 ) -> None:
-    """As a step does it: segments cut into tiles, two padding tiles behind them."""
+    """Compute it as a step does: segments cut into tiles, two padding tiles behind them."""
     spans = np.array([(s.start, s.end - s.start) for s in segments], dtype=np.int64)
     addresses = np.array([s.weights.table_LM.data_ptr() for s in segments], dtype=np.int64)
     tiles, tables = cut_tiles(spans, addresses, launch)

@@ -155,7 +155,7 @@ class StepRunner:
 
     @property
     def may_assist(self) -> bool:
-        """Whether any step has the kernels of CPU workers."""
+        """Return whether any step has the kernels of CPU workers."""
         return self._buffers is None or self._graphs.has_assisted
 
     def can_assist(self, built: BuiltBatch) -> bool:
