@@ -226,7 +226,7 @@ class CudaExecutor:
     def num_workers(self) -> int:
         """Number of CPU workers that can assist with steps: those that are ready, once a graph has their
         kernels."""
-        return 0 if self._assist is None or not self._runner.may_assist else self._assist.num_ready
+        return 0 if self._assist is None or not self._runner.has_assist_kernels else self._assist.num_ready
 
     @property
     def num_required(self) -> int:
@@ -336,7 +336,7 @@ class CudaExecutor:
                         num_layers=arrival.transfer.assisted_layers,
                     )
                 )
-        if not found or not self._runner.can_assist(built):
+        if not found or not self._runner.assists(built):
             return None
         return self._assist.submit(found[:MAX_SPANS])
 

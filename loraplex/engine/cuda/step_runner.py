@@ -154,11 +154,11 @@ class StepRunner:
         )
 
     @property
-    def may_assist(self) -> bool:
+    def has_assist_kernels(self) -> bool:
         """Return whether any step has the kernels of CPU workers."""
         return self._buffers is None or self._graphs.has_assisted
 
-    def can_assist(self, built: BuiltBatch) -> bool:
+    def assists(self, built: BuiltBatch) -> bool:
         """Return whether CPU workers may assist with a step: a captured graph has their kernels, or no step
         has a graph. Kernel by kernel, launching them takes longer than workers save."""
         return self._buffers is None or self._choose_graph(built, split_segments(built.batch), 1) is not None
