@@ -73,22 +73,23 @@ def summary(result: Result) -> str:
 
 
 def machine_note(result: Result) -> str:
+    """Return a note with the commit of each section, as they may be measured at different times."""
     found = servers(result)
     first = next(iter(found.values()))
     machine, parameters = first["machine"], first["parameters"]
     on = f"one {machine['gpu']}" if "gpu" in machine else f"{machine['cores']} cores of {machine['cpu']}"
-    days = sorted({section["date"][:10] for section in found.values()})
+    days = sorted({section["date"][:10] for section in result.values()})
     # Results of before there were loads of other lengths name them once for all loads.
     lengths = parameters["loads"][STEADY].get("lengths") or parameters["lengths"]
-    commit = result.get("loraplex", first)["git_commit"] or "unknown"
+    commits = ", ".join(f"{name} at {section['git_commit'] or 'unknown'}" for name, section in result.items())
     return (
         f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {on}, {parameters['shape']} shape, "
         f"random weights, {parameters['dtype']}, {parameters['adapters_served']} adapters of rank "
-        f"{parameters['rank']} on q, k and v known to each server that serves adapters, commit {commit}. "
+        f"{parameters['rank']} on q, k and v known to each server that serves adapters. "
         f"Prompts of {lengths['prompt_tokens']} and answers of {lengths['output_tokens']} random tokens on "
         f"average, each request for one of the adapters at random; {_load(result, STEADY)} "
         f"({_requests(result, STEADY)} requests) and {_load(result, SATURATED)} "
-        f"({_requests(result, SATURATED)} requests).\n"
+        f"({_requests(result, SATURATED)} requests). Commits: {commits}.\n"
     )
 
 
@@ -229,6 +230,8 @@ def _prompt_loads(result: Result) -> Iterator[str]:
 
 
 def _prompt(section: Result, adapters: int, load: str) -> str:
+    if any(run["failed"] for run in cell(section, adapters, load)):
+        return "failed"
     ttft_ms, tokens = figure(section, adapters, load, "ttft_ms_p50"), prompt_tokens_of(load)
     if ttft_ms is None or tokens is None:
         return "-"

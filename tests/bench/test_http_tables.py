@@ -77,6 +77,7 @@ def test_servers_are_rows_and_cells_not_measured_are_empty(result: dict[str, Any
         f"| vLLM, LoRA off 0.26.0 | base model | {base} | 0 |",
     ]
     summary = http_tables.summary(result)
+    assert "Commits: starts at abc, vllm at abc, loraplex at abc." in summary
     assert "| loraplex 0.1.0 | 12 to 14 s | 20.0 (40.0), 6.0 | 23.0 (46.0), 6.0 |" in summary
     assert "| vLLM, LoRA off 0.26.0 | 100 s | 20.0 (40.0), 6.0 | - | 9,000 tok/s | - |" in summary
 
@@ -152,3 +153,12 @@ def test_panels_start_at_0_unless_values_are_far_apart_and_have_room_above(most:
     assert axis.get_yscale() == scale
     assert low == 0 if scale == "linear" else 0 < low < 23
     assert high > 1.1 * most
+
+
+def test_prompts_alone_are_shown_by_token_unless_requests_failed(result: dict[str, Any]) -> None:
+    result["loraplex"]["runs"].append(run(0, "prompt-2000", 90.0, 50.0, ttft_ms_p50=50.0))
+    result["vllm"]["runs"].append(run(0, "prompt-2000", 90.0, 50.0, ttft_ms_p50=50.0, failed=15))
+    assert http_tables.prompts_table(result).splitlines()[2:] == [
+        "| loraplex 0.1.0 | llama-2-7b | base model | 50.0 ms, 25.0 µs/token | 0 |",
+        "| vLLM, LoRA off 0.26.0 | llama-2-7b | base model | failed | 15 |",
+    ]
