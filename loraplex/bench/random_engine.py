@@ -171,14 +171,16 @@ def random_specs(
 
 
 def random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str]) -> AdapterSpec:
-    """Return an adapter without files, on these modules of every layer."""
+    """Return an adapter without files, on these modules of every layer. Its version names its content, as
+    that of a real adapter does."""
     loras = tuple(
         LoraModule(layer=layer, module=module, rank=rank, scale=1.0 / rank, a_name="", b_name="")
         for layer in range(shape.num_layers)
         for module in modules
     )
     num_params = sum(rank * (shape.in_features(m.module) + shape.out_features(m.module)) for m in loras)
-    return AdapterSpec(version=name, path=Path(name), modules=loras, num_params=num_params)
+    version = f"{name}-r{rank}-{'-'.join(modules)}"
+    return AdapterSpec(version=version, path=Path(name), modules=loras, num_params=num_params)
 
 
 def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:

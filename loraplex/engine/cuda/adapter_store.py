@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from loraplex.adapters.slab import slab_layout, touched_groups
-from loraplex.adapters.spec import AdapterSpec
+from loraplex.adapters.spec import AdapterSpec, LoraModule
 from loraplex.core.modules import MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.adapter_block import part_ends, table_bytes
@@ -107,6 +107,8 @@ class AdapterStore:
         return self._bus.ticket_1
 
     def num_bytes(self, spec: AdapterSpec) -> int:
+        """Return the bytes of an adapter that is registered now."""
+        assert self._outline(spec).modules == spec.modules, "a version has one content, but is given another"
         if self._padding is not None:
             return self._padding.num_bytes(spec)
         return self._outline(spec).ends[-1]
@@ -178,7 +180,7 @@ class AdapterStore:
             found = self._outlines.get(spec.version)
             if found is None:
                 found = self._outlines[spec.version] = _Outline(
-                    tuple(self._part_ends(spec)), spec.max_rank, touched_groups(spec)
+                    tuple(self._part_ends(spec)), spec.max_rank, touched_groups(spec), spec.modules
                 )
                 if len(self._outlines) > _MAX_KNOWN:
                     del self._outlines[next(iter(self._outlines))]
@@ -212,12 +214,13 @@ class AdapterStore:
 
 
 class _Outline(NamedTuple):
-    """The bytes at which the table and each layer of an adapter's block end; the adapter's largest rank; and
-    the groups of linears that it touches."""
+    """The bytes at which the table and each layer of an adapter's block end; the adapter's largest rank; the
+    groups of linears that it touches; and the modules that this follows from."""
 
     ends: tuple[int, ...]
     max_rank: int
     touched: frozenset[str]
+    modules: tuple[LoraModule, ...]
 
 
 class Cut(NamedTuple):

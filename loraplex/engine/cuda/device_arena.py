@@ -50,6 +50,7 @@ class DeviceArena:
         )
 
     def span(self, begin: int, num_bytes: int) -> torch.Tensor:
+        assert 0 <= begin <= begin + num_bytes <= self._bytes.numel(), "outside of the arena"
         return self._bytes[begin : begin + num_bytes]
 
     def move(self, moves: Iterable[Move]) -> None:

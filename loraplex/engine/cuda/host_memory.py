@@ -84,6 +84,7 @@ class HostMemory:
     def take(self, begin: int, end: int) -> torch.Tensor:
         """Return memory to fill, allocated and, where possible, pinned. May be called on any thread. Raises
         CapacityError."""
+        assert 0 <= begin <= end <= self._num_bytes, "outside of the memory for adapters"
         with self._lock:
             self._lowest = min(self._lowest, begin)
         for piece in range(begin // self._piece_bytes, -(-end // self._piece_bytes)):
