@@ -152,3 +152,10 @@ def test_memory_may_be_had_again_after_it_was_exhausted(monkeypatch: pytest.Monk
     memory.take(900, 1000)
     assert memory.pin_ahead()
     memory.close()
+
+
+def test_nothing_is_taken_outside_of_it() -> None:
+    memory = HostMemory(1000, pinned=False, piece_bytes=256)
+    for begin, end in ((-1, 10), (990, 1001)):
+        with pytest.raises(AssertionError, match="outside"):
+            memory.take(begin, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -260,4 +261,17 @@ def test_a_rank_beyond_the_kernels_is_refused_by_number() -> None:
     (spec,) = random_specs("wide", "tiny", num_adapters=1, ranks=[513], modules="q")
     with pytest.raises(CapacityError, match="rank 513"):
         engine.add_adapter(spec)
+    engine.close()
+
+
+def test_a_version_that_comes_back_with_another_content_is_refused() -> None:
+    engine = interpreted()
+    (small,) = random_specs("small", "tiny", num_adapters=1, ranks=[4], modules="q")
+    (large,) = random_specs("large", "tiny", num_adapters=1, ranks=[16], modules="q")
+    for _ in range(2):
+        engine.add_adapter(small)
+        engine.remove_adapter(small.version)
+        engine.take_removed_adapters()
+    with pytest.raises(AssertionError, match="a version has one content"):
+        engine.add_adapter(replace(large, version=small.version))
     engine.close()
