@@ -110,38 +110,16 @@ def decode_attention(
     group = num_heads // num_kv_heads
     # All heads of a row before the next row: programs start in this order, and long contexts come first.
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
-        qkv_TO,
-        rows_D,
-        contexts_D,
-        blocks_DB,
-        k_cache,
-        v_cache,
-        out_TO,
-        values,
-        weights,
-        qkv_TO.stride(0),
-        out_TO.stride(0),
-        blocks_DB.stride(0),
-        *k_cache.stride()[:3],
-        score_scale(head_dim),
-        GROUP=group,
-        PAGE_SIZE=page_size,
-        BLOCK_M=max(triton.next_power_of_2(group), MIN_DOT),
-        **constants,
-        STAGES=_NUM_STAGES,
-        num_warps=_MANY_WARPS if is_many else _NUM_WARPS,
-    )
+        qkv_TO, rows_D, contexts_D, blocks_DB, k_cache, v_cache, out_TO, values, weights,
+        qkv_TO.stride(0), out_TO.stride(0), blocks_DB.stride(0), *k_cache.stride()[:3], score_scale(head_dim),
+        GROUP=group, PAGE_SIZE=page_size, BLOCK_M=max(triton.next_power_of_2(group), MIN_DOT), **constants,
+        STAGES=_NUM_STAGES, num_warps=_MANY_WARPS if is_many else _NUM_WARPS,
+    )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_rows, num_heads)](
-            rows_D,
-            contexts_D,
-            out_TO,
-            values,
-            weights,
-            out_TO.stride(0),
-            **constants,
+            rows_D, contexts_D, out_TO, values, weights, out_TO.stride(0), **constants,
             num_warps=_COMBINE_WARPS,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
