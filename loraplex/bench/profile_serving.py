@@ -81,7 +81,7 @@ def _run(
     samples: list[StepSample],
 ) -> None:
     """Run steps and append their samples; each request that ends is replaced by another. A step's time is
-    that from the landing before it to its own."""
+    that on its device, or without one, from the landing before it to its own."""
     landed, landed_s = engine.landed, None
     end = len(samples) + num_steps
     while len(samples) < end:
@@ -95,7 +95,8 @@ def _run(
             continue
         landed = engine.landed
         if landed_s is not None:
-            samples.append(StepSample(step_features(landed.chunks, bytes_of), now_s - landed_s))
+            seconds = engine.landed_device_s or now_s - landed_s
+            samples.append(StepSample(step_features(landed.chunks, bytes_of), seconds))
         landed_s = now_s
 
 

@@ -1,7 +1,7 @@
 """Measurements of `loraplex profile` with the engine: single steps of many kinds.
 
-A step is timed from the landing of the one before it to its own, which is the gap in a stream of tokens. A
-prompt on an idle engine is timed from when its request is added, which is the time to its first token.
+A step is timed from the landing of the one before it to its own, which is the gap in a stream of tokens; one
+with prompts, which may be launched kernel by kernel, by the device's clock if there is one. A prompt on an idle engine is timed from when its request is added, which is the time to its first token.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _StepTimer:
             outputs = self._step()
             now = time.perf_counter()
             if any(output.request_id in joined for output in outputs):
-                return now - landed
+                return self._engine.landed_device_s or now - landed
             landed = now
 
     def _step(self) -> Sequence[EngineOutput]:

@@ -72,6 +72,9 @@ class Engine:
         self._flights: deque[_Launched] = deque()
         self.landed: StepPlan | None = None
         """The plan of the step that landed last."""
+        self.landed_device_s: float | None = None
+        """Seconds that this step took on its device; None without one. The host notices the end of a step
+        only after the launch of the next, which takes long if it is launched kernel by kernel."""
         self._landed_s = 0.0
         self._num_steps = 0
 
@@ -110,10 +113,11 @@ class Engine:
         while len(self._flights) > keep:
             plan, flight, launched_s = self._flights.popleft()
             result = flight.land()
-            self.landed = plan
+            self.landed, self.landed_device_s = plan, result.device_s
             begun_s, self._landed_s = max(launched_s, self._landed_s), time.perf_counter()
             if self._num_steps % _OBSERVED_STEPS == 0:
-                self._scheduler.adapters.observe_step(plan, self._landed_s - begun_s)
+                host_s = self._landed_s - begun_s
+                self._scheduler.adapters.observe_step(plan, result.device_s or host_s)
             self._collect_prompt_logprobs(self._scheduler.live_chunks(plan), result)
             updates = self._scheduler.update(plan, result.tokens, result.failures)
             outputs += [self._output(update, result) for update in updates]

@@ -28,13 +28,14 @@ class StepResult:
     """Results by request id: sampled tokens, their log-probabilities where requested, and failures.
 
     `prompt_logprobs`: the part computed in this step: one entry for each prompt token after the first whose
-    preceding token is in the chunk.
+    preceding token is in the chunk. `device_s`: seconds that the step took on its device, None without one.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    device_s: float | None = None
 
 
 class Flight(Protocol):

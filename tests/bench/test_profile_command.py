@@ -43,8 +43,10 @@ from loraplex.core.paths import cache_dir
 from loraplex.engine.adapter_loader import resident_bytes
 from loraplex.engine.cpu_build import plan_cpu
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
+from loraplex.engine.executor import LandedFlight
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.profile_subject import profile_path, subject_of
+from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.default_model import default_cost_model
@@ -52,7 +54,7 @@ from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
 from loraplex.perf.profile_json import read_profile
 from loraplex.perf.step_cost import StepFeatures, StepSample
-from loraplex.scheduling.plan import Chunk
+from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 
@@ -414,6 +416,32 @@ def test_steps_of_serving_are_timed_from_one_request_to_many() -> None:
         assert any(step.num_decodes and step.num_prompts for step, _ in samples)
         assert all(seconds > 0 and step.num_adapters <= 3 for step, seconds in samples)
     assert [step for step, _ in first] != [step for step, _ in second]
+
+
+def test_a_step_takes_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with kernels that the host is still launching when the step before ends."""
+    launch = TorchExecutor.launch
+
+    def on_device(executor: TorchExecutor, plan: StepPlan) -> LandedFlight:
+        flight = launch(executor, plan)
+        return replace(flight, result=replace(flight.land(), device_s=0.25 + len(plan.chunks)))
+
+    monkeypatch.setattr(TorchExecutor, "launch", on_device)
+    engine = build_random_engine(RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32))
+    (version,) = register(engine, random_specs("one", "tiny", num_adapters=1, ranks=(8,), modules="q"))
+    adapter = StepAdapter(version=version, rank=8, num_bytes=1000)
+    limits = CaseLimits(on_gpu=False, max_context=256, max_tokens=6 * 3 * 16, work=StepWork())
+    samples, _ = measure_serving(
+        engine,
+        [adapter],
+        [adapter],
+        limits,
+        vocab_size=TINY.vocab_size,
+        steps_each=10,
+        report=lambda _: None,
+    )
+    engine.close()
+    assert all(seconds == 0.25 + step.num_decodes + step.num_prompts for step, seconds in samples)
 
 
 def test_a_fit_to_serving_as_well_is_between_the_two_and_knows_no_pauses() -> None:

@@ -51,12 +51,14 @@ _ARRIVAL_WAIT_S: Final = 50e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFlight:
-    """A step in flight: its (token, finite) pairs are being copied to the host."""
+    """A step in flight: its (token, finite) pairs are being copied to the host. `begun`: the moment from
+    which the device could compute it, which is not before the end of the step before."""
 
     plan: StepPlan
     dtype: torch.dtype
     request_ids: tuple[str, ...]
     tokens_L2: torch.Tensor
+    begun: Moment
     done: Moment
     runs_ahead: bool
     logprobs: dict[str, TokenLogprob]
@@ -67,7 +69,11 @@ class CudaFlight:
         self.done.wait()
         if self.assist is not None:
             self.assist.check()
-        result = StepResult(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        result = StepResult(
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            device_s=self.done.seconds_since(self.begun),
+        )
         for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
             if finite:
                 result.tokens[request_id] = token
@@ -265,6 +271,7 @@ class CudaExecutor:
     # ---- steps
 
     def launch(self, plan: StepPlan) -> CudaFlight:
+        begun = Moment(self._device, timed=True)
         while self._host_blocks_in_use and self._host_blocks_in_use[0][0].passed:
             self._host_blocks_in_use.popleft()
         scored = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
@@ -287,7 +294,7 @@ class CudaExecutor:
             tokens_L2 = tokens_L2[to_device(rows, tokens_L2.device)]
         host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
         host_L2.copy_(tokens_L2, non_blocking=True)
-        done = Moment(tokens_L2.device)
+        done = Moment(tokens_L2.device, timed=True)
         self._host_blocks_in_use.append((done, output.host_block))
         self._transfer_behind_launch()
         return CudaFlight(
@@ -295,6 +302,7 @@ class CudaExecutor:
             dtype=output.logits_LV.dtype,
             request_ids=tuple(built.sampling),
             tokens_L2=host_L2,
+            begun=begun,
             done=done,
             runs_ahead=on_device,
             logprobs=logprobs,
