@@ -132,7 +132,7 @@ def fits_table(result: Result) -> str:
         ("step: rows with prompts", _curve(model.step.prompts), "(the same fit)", "", "", ""),
         ("step: what is in it", _terms(model.step.terms), "(the same fit)", "", "", ""),
         (
-            "CPU LoRA product, by torch's threads",
+            "LoRA of q, k and v on CPU workers",
             _product(assist),
             *_quality(assist.quality),
         ),

@@ -1,7 +1,8 @@
 """Measurements of `loraplex profile` with the engine: single steps of many kinds.
 
 A step is timed from the landing of the one before it to its own, which is the gap in a stream of tokens; one
-with prompts, which may be launched kernel by kernel, by the device's clock if there is one. A prompt on an idle engine is timed from when its request is added, which is the time to its first token.
+with prompts, which may be launched kernel by kernel, by the device's clock if there is one. A prompt on an
+idle engine is timed from when its request is added, which is the time to its first token.
 """
 
 from __future__ import annotations

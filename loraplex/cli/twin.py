@@ -22,6 +22,7 @@ from loraplex.cli.twin_options import (
     CpuWorkers,
     JsonPath,
     KvTokens,
+    MaxCopyRate,
     MaxRunning,
     Model,
     Modules,
@@ -62,6 +63,7 @@ def run(
     max_running: MaxRunning = None,
     cold_start: StartPolicy = None,
     cpu_workers: CpuWorkers = 0,
+    max_copy_gb_per_s: MaxCopyRate = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
@@ -69,7 +71,17 @@ def run(
     check_writable(json_out, inputs=(profile, workload))
     check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
     options = TwinOptions(
-        adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds, cold_start, cpu_workers
+        adapters,
+        ranks,
+        slots,
+        kv_tokens,
+        adapter_mib,
+        modules,
+        max_running,
+        seconds,
+        cold_start,
+        cpu_workers,
+        max_copy_gb_per_s,
     )
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()

@@ -78,6 +78,13 @@ CpuWorkers = Annotated[
     int,
     typer.Option(min=0, max=256, help="Processes that compute LoRA beside a GPU; see docs/cold-start.md."),
 ]
+MaxCopyRate = Annotated[
+    float | None,
+    typer.Option(
+        "--max-copy-gb-per-s",
+        help="Copies of adapters to the GPU are no faster than this, as on another machine's bus.",
+    ),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
 
 
@@ -100,6 +107,7 @@ class TwinOptions(NamedTuple):
     seconds: float | None = None
     cold_start: ColdStart | None = None
     cpu_workers: int = 0
+    max_copy_gb_per_s: float | None = None
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
@@ -132,6 +140,9 @@ def read_inputs(
 
     if options.seconds is not None and not options.seconds > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--seconds")
+    rate = options.max_copy_gb_per_s
+    if rate is not None and not 0 < rate < math.inf:
+        raise typer.BadParameter("must be more than 0", param_hint="--max-copy-gb-per-s")
     mib = options.adapter_mib
     if mib is not None and not 0 < mib < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
@@ -156,6 +167,7 @@ def read_inputs(
         max_running=options.max_running,
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers,
+        max_copy_bytes_per_s=None if rate is None else rate * 1e9,
     )
     if engine is None:
         return requests, chosen

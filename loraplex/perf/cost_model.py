@@ -125,6 +125,14 @@ class CostModel:
         )
 
 
+def with_copies_at_most(model: CostModel, bytes_per_s: float) -> CostModel:
+    """Return the model of the same engine on a bus that is no faster than this rate."""
+    if model.bus is None:
+        return model
+    copy = replace(model.bus.copy, unit_s=max(model.bus.copy.unit_s, 1 / bytes_per_s))
+    return replace(model, bus=replace(model.bus, copy=copy))
+
+
 def with_padded_kernels(model: CostModel) -> CostModel:
     """Return the model of the same engine with kernels that pad: a batch of equal ranks takes as long as
     before, and in a mixed batch every adapter costs as much as the largest."""

@@ -25,6 +25,11 @@ class Subject:
         parts = (self.machine, self.device, self.model, self.dtype)
         return "--".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts) + ".json"
 
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of an element of an adapter's weights."""
+        return 4 if self.dtype == "float32" else 2
+
     def differences(self, other: Subject) -> list[str]:
         """Return the fields that differ, in words."""
         return [

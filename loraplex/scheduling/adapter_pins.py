@@ -13,8 +13,7 @@ from itertools import islice
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
-from loraplex.perf.assist_split import MAX_STEP_ROWS
-from loraplex.perf.step_cost import StepFeatures
+from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.scheduling.host_reads import HostReads
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
@@ -47,7 +46,6 @@ class AdapterPins:
         self._step_tokens = step_tokens
         self.to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
-        self._assist_delays_s: dict[str, float] = {}  # of adapters in flight that CPU workers assist with
         self.refused: RequestState | None = None
         self.short: RequestState | None = None
         self._reads_more = True
@@ -86,7 +84,7 @@ class AdapterPins:
             if sequence.adapter_hit is None:
                 sequence.adapter_hit = not absent
             if absent:
-                self._load(version, num_tokens=self._first_tokens(sequence))
+                self._load(version, sequence)
             self._follow_moves(running)
 
     def load_popular(self, versions: Iterable[str], running: Sequence[RequestState]) -> None:
@@ -146,7 +144,8 @@ class AdapterPins:
         streaming = self._table.streaming
         started = {load.version for load in self._loads}
         used = {version for version in streaming if version in versions}
-        assisted = used & self._assist_delays_s.keys()
+        assist_delays_s = self._table.assist_delays_s
+        assisted = used & assist_delays_s.keys()
         awaited = used - assisted
         return InFlight(
             awaited_bytes=sum(streaming[version] for version in awaited),
@@ -159,7 +158,7 @@ class AdapterPins:
                 if version not in awaited and version not in started
             ),
             assisted_bytes=sum(streaming[version] for version in assisted),
-            assist_delay_s=sum(self._assist_delays_s[version] for version in assisted),
+            assist_delay_s=sum(assist_delays_s[version] for version in assisted),
         )
 
     def without_room(self, *, any_runs: bool) -> RequestState | None:
@@ -214,38 +213,23 @@ class AdapterPins:
                     self._follow_moves(running)
             self.to_keep.popleft()
 
-    def _first_tokens(self, sequence: RequestState) -> int:
-        """Return the tokens that a request's first step computes, as far as CPU workers may assist with it: 0
-        if they may not."""
-        num_tokens = min(len(sequence.token_ids), self._step_tokens)
-        is_scored = sequence.request.params.prompt_logprobs is not None
-        return 0 if is_scored or num_tokens > MAX_STEP_ROWS else num_tokens
-
-    def _load(self, version: str, num_tokens: int = 0) -> None:
-        """`num_tokens`: those of a prompt that CPU workers may assist with in the version's first step."""
-        load, num_bytes = self._memory.load_of(version), self._table.num_bytes(version)
-        source = self._table.host_place(version)
-        assisted_layers = 0
+    def _load(self, version: str, first: RequestState | None = None) -> None:
+        """Start a load. `first`: the request that it is for."""
+        load, source = self._memory.load_of(version), self._table.host_place(version)
+        plan = AssistPlan()
         if source is not None and self.starts.streams:
-            assisted_layers = self._plan_assist(version, num_bytes, num_tokens)
-            self._table.stream(version)
-        self._loads.append(load._replace(source=source, assisted_layers=assisted_layers))
+            plan = plan if first is None else self._assist_plan(version, first)
+            self._table.stream(version, assist_delay_s=plan.delay_s if plan.num_layers > 0 else None)
+        self._loads.append(load._replace(source=source, assisted_layers=plan.num_layers))
 
-    def _plan_assist(self, version: str, num_bytes: int, num_tokens: int) -> int:
-        """Return how many first layers CPU workers may compute for a prompt of so many tokens."""
-        streaming = self._table.streaming
-        self._assist_delays_s = {v: s for v, s in self._assist_delays_s.items() if v in streaming}
-        # Behind other copies, workers would take longer for all of its layers than the bus for all copies.
-        if not self.starts.assists or num_tokens < 2 or streaming:
-            return 0
-        plan = self.starts.assist_plan(
-            num_bytes,
-            StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens),
+    def _assist_plan(self, version: str, first: RequestState) -> AssistPlan:
+        return self.starts.assist_plan(
+            self._table.num_bytes(version),
+            min(len(first.token_ids), self._step_tokens),
             num_groups=self._table.num_groups(version),
+            is_scored=first.request.params.prompt_logprobs is not None,
+            is_bus_free=not self._table.streaming,
         )
-        if plan.num_layers > 0:
-            self._assist_delays_s[version] = plan.delay_s
-        return plan.num_layers
 
     def _follow_moves(self, running: Sequence[RequestState]) -> None:
         """Update the block ids of running requests whose blocks were moved to make room for an adapter."""

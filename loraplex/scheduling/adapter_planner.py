@@ -58,7 +58,7 @@ class AdapterPlanner:
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """Set the policy for adapters that are loaded from now on."""
         self.cold_start = cold_start
-        self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._num_workers)
+        self.pins.starts = StartPolicy(cold_start, self._costs, self._num_workers)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Record how many CPU workers are ready: those that start, or have died, assist with nothing."""
@@ -70,7 +70,7 @@ class AdapterPlanner:
 
     def add(self, version: str, num_bytes: int, source: AdapterSpec | None = None) -> None:
         """Register a version and where its files are. Raises CapacityError if it could never fit."""
-        if self.cold_start is ColdStart.CACHED and version not in self._table:
+        if self.pins.starts.keeps_all and version not in self._table:
             self._check_room_beside_kept(num_bytes)
             self.pins.keep(version)
         self._table.add(version, num_bytes, source)
@@ -124,16 +124,16 @@ class AdapterPlanner:
         """Return the decisions since the last call. `used`: adapters of the step being decided, with None for
         the base model; empty if there is no step."""
         reads = self.pins.reads.take()
-        on_demand = self.cold_start is ColdStart.ON_DEMAND
+        holds_steps = self.pins.starts.holds_steps
         loads = tuple(
             load._replace(
                 awaited=load.version in used,
-                behind=bool(used) and load.version not in used and not on_demand,
+                behind=bool(used) and load.version not in used and not holds_steps,
             )
             for load in self.pins.take_loads()
         )
         waits_for: frozenset[str] = frozenset()
-        if on_demand:  # no step runs before the adapters of waiting requests are loaded
+        if holds_steps:
             begun = {read.version for read in reads} | {load.version for load in loads}
             waits_for = frozenset(version for version in begun if version in waiting.versions)
         return Orders(reads, loads, waits_for, self.pins.waits_for_any(used))
@@ -173,10 +173,10 @@ class AdapterPlanner:
             block_ids=[],
             samples=True,
         )
-        if not self._starts.decides:
-            return self._starts.streams
+        if not self.pins.starts.decides:
+            return self.pins.starts.streams
         used, num_bytes = {chunk.adapter for chunk in chunks}, self._bytes_of
-        return self._starts.may_join(
+        return self.pins.starts.may_join(
             before=step_features(chunks, num_bytes),
             after=step_features([*chunks, own], num_bytes),
             in_flight_before=self.pins.in_flight_for(used),
@@ -199,11 +199,11 @@ class AdapterPlanner:
         """Record how long this step took; only some steps are measured."""
         known = all(chunk.adapter is None or chunk.adapter in self._table for chunk in plan.chunks)
         if known and not plan.stalls:
-            self._starts.observe_step(step_features(plan.chunks, self._table.num_bytes), seconds)
+            self.pins.starts.observe_step(step_features(plan.chunks, self._table.num_bytes), seconds)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Record how long copies to the device took."""
-        self._starts.observe_copy(num_bytes, seconds)
+        self.pins.starts.observe_copy(num_bytes, seconds)
 
     def _check_room_beside_kept(self, num_bytes: int) -> None:
         """Raise CapacityError if one more kept adapter leaves no room for a request."""

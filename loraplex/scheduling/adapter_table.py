@@ -109,7 +109,8 @@ class AdapterTable:
 
     `serving`: the tier of the copies that requests run on. `host`: the tier of staged copies; its budget is 0
     if there is no such tier, and then every version is unstaged. `streaming`: bytes of the versions that are
-    COPYING and that steps may use already.
+    COPYING and that steps may use already; `assist_delays_s`: of those among them that CPU workers assist
+    with, the seconds by which that delays a step.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class AdapterTable:
         self.host = Tier(self._host_room, uses, _MAX_HOST_EVICTIONS)
         self.unstaged: set[str] = set()
         self.streaming: dict[str, int] = {}
+        self.assist_delays_s: dict[str, float] = {}
         self._on_device = room.on_device
         self._entries: dict[str, Entry] = {}
         self._removed: list[str] = []
@@ -243,9 +245,12 @@ class AdapterTable:
         sources = self._entries[version].sources
         return max((len(touched_groups(spec)) for spec in islice(sources.values(), 1)), default=1)
 
-    def stream(self, version: str) -> None:
-        """Let steps use a version that is COPYING: each layer waits for its own weights."""
+    def stream(self, version: str, *, assist_delay_s: float | None = None) -> None:
+        """Let steps use a version that is COPYING: each layer waits for its own weights, or for CPU workers,
+        if they assist with it."""
         self.streaming[version] = self._entries[version].serving.num_bytes
+        if assist_delay_s is not None:
+            self.assist_delays_s[version] = assist_delay_s
 
     def loaded(self, version: str) -> None:
         """Record that a load is complete."""
@@ -345,7 +350,7 @@ class AdapterTable:
         self.serving.check_integrity([entry.serving for entry in self._entries.values()])
         self.host.check_integrity(staged_copies)
         self._host_room.check_integrity(_held_bytes(staged_copies))
-        assert self.streaming.keys() <= self.serving.loading
+        assert self.assist_delays_s.keys() <= self.streaming.keys() <= self.serving.loading
         for version, entry in self._entries.items():
             serving, staged = entry.serving, entry.staged
             assert serving.pins == pins.get(version, 0), f"{version}: {serving.pins} pins, held by {pins}"
@@ -385,6 +390,7 @@ class AdapterTable:
 
     def _end_load(self, entry: Entry) -> None:
         self.streaming.pop(entry.serving.version, None)
+        self.assist_delays_s.pop(entry.serving.version, None)
         if entry.staged is not None and entry.staged.pins > 0:
             self.host.unpin(entry.staged)
         self._finish_removal(entry)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
+from loraplex.perf.assist_split import MAX_GRAPH_ROWS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.perf.step_cost import StepFeatures
 
-_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_DECODE_STALL: Final = 0.05
 """The share of a step by which it may delay its decodes without any gain to weigh against it."""
 _DECODE_WEIGHT: Final = 0.1
@@ -45,6 +45,16 @@ class StartPolicy:
         self._cold_start = cold_start
         self._costs = costs
         self._num_workers = num_workers
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether all adapters are loaded at once and stay on the device."""
+        return self._cold_start is ColdStart.CACHED
+
+    @property
+    def holds_steps(self) -> bool:
+        """Return whether no step runs before the adapters of waiting requests are loaded."""
+        return self._cold_start is ColdStart.ON_DEMAND
 
     @property
     def streams(self) -> bool:
@@ -94,23 +104,34 @@ class StartPolicy:
         gain_s = model.copy_s(own_bytes) - begins_s
         return added_s * (before.num_prompts + _DECODE_WEIGHT * before.num_decodes) <= gain_s
 
-    def assist_plan(self, num_bytes: int, prompt: StepFeatures, *, num_groups: int = 1) -> AssistPlan:
-        """Return how many of an adapter's first layers CPU workers compute for a prompt while the adapter is
-        copied, with nothing else on the bus; with `auto`, none unless that is sure to save time.
-        `num_groups`: groups of linears that it changes in a layer."""
-        if not self.assists:
+    def assist_plan(
+        self,
+        num_bytes: int,
+        num_tokens: int,
+        *,
+        num_groups: int = 1,
+        is_scored: bool = False,
+        is_bus_free: bool = True,
+    ) -> AssistPlan:
+        """Return how many of an adapter's first layers CPU workers compute for a prompt of `num_tokens` while
+        the adapter is copied; with `auto`, none unless that is sure to save time. `num_groups`: groups of
+        linears that it changes in a layer. `is_scored`: the tokens of the prompt are scored, so that its step
+        is no captured graph. `is_bus_free`: nothing else is being copied; behind other copies, workers would
+        take longer for all layers than the bus for all copies."""
+        if not self.assists or is_scored or not is_bus_free or not 2 <= num_tokens <= MAX_GRAPH_ROWS:
             return _NO_PLAN
         if self._costs is None:
             return AssistPlan(num_layers=1)
         model = self._costs.model
         num_layers = model.subject.num_layers
         layer_s = model.assist.layer_s(
-            num_bytes // (num_layers * _ELEMENT_BYTES[model.subject.dtype]),
+            num_bytes // (num_layers * model.subject.element_bytes),
             num_groups=num_groups,
-            num_tokens=prompt.num_rows,
+            num_tokens=num_tokens,
             num_workers=self._num_workers,
         )
-        layer_bytes, step_s = [num_bytes // num_layers] * num_layers, model.step_s(prompt)
+        step_s = model.step_s(StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens))
+        layer_bytes = [num_bytes // num_layers] * num_layers
         plan = model.assist_layers(layer_bytes, step_s, layer_s)
         is_unsure = self._cold_start is ColdStart.AUTO and not model.assist_is_sure(plan, step_s)
         return _NO_PLAN if is_unsure else plan

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Final
 
 import msgspec
 
@@ -24,8 +23,6 @@ from loraplex.twin.paused_collector import paused_collector
 from loraplex.twin.replay import OwnEngines, ReplayOptions
 from loraplex.twin.simulator import Simulator
 from loraplex.workload.jsonl import WorkloadRequest
-
-_FLOAT_BYTES: Final = {"float32": 4}
 
 
 def replay(window: Window) -> Replayed:
@@ -120,11 +117,10 @@ def _served(
 def _twin(profile: CostModel, requests: list[SeenRequest], window: Window) -> Simulator:
     """Return a simulated engine with the window's adapters; on a GPU they are in host memory, as they were
     requested before."""
-    element_bytes = _FLOAT_BYTES.get(profile.subject.dtype, 2)
     options = ReplayOptions(
         num_adapters=len(window.ranks),
         ranks=tuple(window.ranks),
-        rank_bytes=max(round(window.rank_params * element_bytes), 1),
+        rank_bytes=max(round(window.rank_params * profile.subject.element_bytes), 1),
         max_running=window.max_running,
     )
     longest = max(each.prompt_tokens + each.num_output + 1 for each in requests)

@@ -10,7 +10,7 @@ from typing import Final
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.named_profiles import Profile
 from loraplex.perf.profile_json import ProfileError
@@ -44,7 +44,8 @@ class ReplayOptions:
     For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
     rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
     profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
-    compute LoRA for adapters that are being copied to a GPU.
+    compute LoRA for adapters that are being copied to a GPU; `max_copy_bytes_per_s`: those copies are no
+    faster than this.
     """
 
     num_adapters: int
@@ -61,6 +62,7 @@ class ReplayOptions:
     work: StepWork | None = None
     cold_start: ColdStart | None = None
     cpu_workers: int = 0
+    max_copy_bytes_per_s: float | None = None
     staged: bool = False
     seed: int = 0
 
@@ -84,10 +86,12 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         if options.num_slots is not None:
             raise UserError("the profile is of an engine without slots; leave --slots out")
         on_gpu = profile.subject.device == "cuda"
-        if not on_gpu and (options.cpu_workers or options.cold_start in _ON_A_GPU):
+        of_a_gpu = options.cpu_workers or options.max_copy_bytes_per_s or options.cold_start in _ON_A_GPU
+        if not on_gpu and of_a_gpu:
             raise UserError(
                 "the profile is of an engine on a CPU, which copies no adapters to a GPU; leave "
-                "--cpu-workers out, and choose --cold-start overlap, on-demand or cached"
+                "--cpu-workers and --max-copy-gb-per-s out, and choose --cold-start overlap, on-demand or "
+                "cached"
             )
         if options.cpu_workers and options.cold_start not in (None, ColdStart.CPU_ASSIST, ColdStart.AUTO):
             raise UserError("--cpu-workers go with --cold-start cpu-assist or auto; leave them out")
@@ -98,6 +102,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         ("--adapter-mib", options.adapter_bytes),
         ("--cold-start", options.cold_start),
         ("--cpu-workers", options.cpu_workers or None),
+        ("--max-copy-gb-per-s", options.max_copy_bytes_per_s),
     ):
         if value is not None:
             raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")
@@ -144,6 +149,8 @@ class OwnEngines:
     def __init__(self, profile: CostModel, options: ReplayOptions, *, longest: int) -> None:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run, and
         ProfileError if the profile has no memory sizes."""
+        if options.max_copy_bytes_per_s is not None:
+            profile = with_copies_at_most(profile, options.max_copy_bytes_per_s)
         self._profile = profile
         self._options = options
         if profile.memory is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.serving_costs import BatchFeatures
@@ -16,7 +16,6 @@ from loraplex.scheduling.step_features import step_features
 from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.quick_scheduler import StepChunks
 
-_ELEMENT_BYTES: Final = 2
 """Bytes of a weight: those of the types that GPUs serve."""
 
 
@@ -189,7 +188,7 @@ class CostModelTimes:
         if load.assisted_layers == 0 or load.num_tokens == 0:
             return 0.0
         layer_s = self._model.assist.layer_s(
-            self._bytes(version) // (_ELEMENT_BYTES * self._model.subject.num_layers),
+            self._bytes(version) // (self._model.subject.element_bytes * self._model.subject.num_layers),
             num_groups=1,
             num_tokens=load.num_tokens,
             num_workers=self._num_workers,

@@ -10,7 +10,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.model.shapes import config_of_shape
-from loraplex.perf.assist_split import MAX_STEP_ROWS
+from loraplex.perf.assist_split import MAX_GRAPH_ROWS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
@@ -121,29 +121,30 @@ def test_the_others_ask_nobody(cold_start: ColdStart, expected: bool) -> None:
 
 
 def test_cpu_workers_take_as_many_layers_as_the_bus_is_slow() -> None:
-    prompt = StepFeatures(num_prompts=1, num_prompt_tokens=32)
+    num_tokens = 32
 
     def layers(bytes_per_s: float, num_workers: int = 8) -> int:
         watch = DriftWatch(costs(bytes_per_s=bytes_per_s))
         policy = StartPolicy(ColdStart.CPU_ASSIST, watch, num_workers)
-        return policy.assist_plan(100 * MB, prompt).num_layers
+        return policy.assist_plan(100 * MB, num_tokens).num_layers
 
     assert layers(50e9) == 0
     assert 1 < layers(0.2e9) < 32
     assert layers(0.02e9) >= layers(0.2e9)
     assert layers(0.2e9, num_workers=0) == 0
     pipelined = StartPolicy(ColdStart.PIPELINED, DriftWatch(costs(bytes_per_s=0.2e9)), 8)
-    assert pipelined.assist_plan(100 * MB, prompt).num_layers == 0
+    assert pipelined.assist_plan(100 * MB, num_tokens).num_layers == 0
 
 
 @pytest.mark.parametrize("bytes_per_s", [0.2e9, 0.5e9, 2e9, 4e9])
 def test_auto_uses_workers_only_if_they_save_more_than_their_cost_may_be_off(bytes_per_s: float) -> None:
-    prompt, model = StepFeatures(num_prompts=1, num_prompt_tokens=32), costs(bytes_per_s=bytes_per_s)
+    num_tokens, model = 32, costs(bytes_per_s=bytes_per_s)
+    prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
 
     def plan(cold_start: ColdStart, error: float) -> AssistPlan:
         quality = FitQuality(num_samples=9, r_squared=0.9, mean_error=error, worst_error=error)
         known = replace(model, assist=replace(model.assist, quality=quality))
-        return StartPolicy(cold_start, DriftWatch(known), 8).assist_plan(100 * MB, prompt)
+        return StartPolicy(cold_start, DriftWatch(known), 8).assist_plan(100 * MB, num_tokens)
 
     asked = plan(ColdStart.CPU_ASSIST, 0.5)
     assert asked.num_layers > 0
@@ -338,7 +339,7 @@ def test_no_layers_are_planned_for_steps_that_workers_never_assist_with() -> Non
         (load,) = scheduler.schedule().adapter_loads
         return load.assisted_layers
 
-    assert layers(MAX_STEP_ROWS) > 0 == layers(MAX_STEP_ROWS + 1)
+    assert layers(MAX_GRAPH_ROWS) > 0 == layers(MAX_GRAPH_ROWS + 1)
     assert layers(100) > 0 == layers(100, prompt_logprobs=1), "prompts that are scored run without a graph"
 
 

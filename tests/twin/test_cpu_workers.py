@@ -53,6 +53,23 @@ def test_workers_save_time_on_a_slow_bus_and_auto_uses_them() -> None:
     assert ttft_s(ColdStart.AUTO, bytes_per_s=6e9, cpu_workers=8) == assisted
 
 
+def test_a_bus_can_be_slowed_down() -> None:
+    slow, fast = machine(bytes_per_s=6e9), machine(bytes_per_s=55e9)
+    options = ReplayOptions(
+        num_adapters=1,
+        adapter_bytes=ADAPTER_BYTES,
+        cold_start=ColdStart.CPU_ASSIST,
+        cpu_workers=8,
+        staged=True,
+    )
+    workload = [WorkloadRequest(arrival_s=0.0, prompt_tokens=128, output_tokens=4, adapter=0)]
+    slowed = replace(options, max_copy_bytes_per_s=6e9)
+    assert replay(fast, workload, slowed).requests == replay(slow, workload, options).requests
+    assert replay(slow, workload, replace(slowed, max_copy_bytes_per_s=55e9)).requests == (
+        replay(slow, workload, options).requests
+    ), "it makes no bus faster"
+
+
 def test_on_a_fast_bus_they_change_nothing() -> None:
     assert ttft_s(ColdStart.AUTO, bytes_per_s=55e9, cpu_workers=8) == ttft_s(ColdStart.AUTO, bytes_per_s=55e9)
 

@@ -41,8 +41,10 @@ def test_options_without_effect_are_refused(workload: Path, tmp_path: Path) -> N
     ("engine", "options", "advice"),
     [
         ("slots", ("--cpu-workers", "2"), "leave --cpu-workers out"),
+        ("slots", ("--max-copy-gb-per-s", "6"), "leave --max-copy-gb-per-s out"),
         ("slots", ("--cold-start", "auto"), "leave --cold-start out"),
-        ("cpu", ("--cpu-workers", "2"), "leave --cpu-workers out"),
+        ("cpu", ("--cpu-workers", "2"), "leave --cpu-workers and --max-copy-gb-per-s out"),
+        ("cpu", ("--max-copy-gb-per-s", "6"), "leave --cpu-workers and --max-copy-gb-per-s out"),
         ("cpu", ("--cold-start", "pipelined"), "choose --cold-start overlap"),
         ("cuda", ("--cold-start", "overlap", "--cpu-workers", "2"), "cpu-assist or auto"),
     ],
@@ -57,6 +59,13 @@ def test_ways_to_start_that_the_engine_does_not_have_are_refused(
         machine = imagined_machine()
         write_profile(profile, replace(machine, subject=replace(machine.subject, device=engine)))
     assert advice in error_of(twin("run", profile, workload, *options))
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_a_bus_without_a_rate_is_refused(profile: Path, workload: Path, rate: str) -> None:
+    result = twin("run", profile, workload, "--max-copy-gb-per-s", rate)
+    assert result.exit_code == 2
+    assert "Invalid value for --max-copy-gb-per-s: must be more than 0" in result.output
 
 
 def test_an_unknown_adapter_is_refused(profile: Path, workload: Path) -> None:

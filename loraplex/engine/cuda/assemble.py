@@ -43,7 +43,7 @@ from loraplex.model.decoder import Decoder
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights
 from loraplex.perf.assist_split import default_num_workers
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.arena import Arena
@@ -52,7 +52,6 @@ from loraplex.scheduling.work import StepWork
 
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
 _TYPICAL_RANK: Final = 64
-_ELEMENT_BYTES: Final = 2
 _MIN_SAVED: Final = 0.1
 """Least share of a cold start's time that CPU workers must save to be worth their cores."""
 
@@ -248,36 +247,38 @@ def _costs(options: CudaOptions, shape: ModelShape, device: str) -> CostModel:
     """Return the engine's costs, with copies slowed down to `max_copy_bytes_per_s`."""
     costs = known_costs(shape, device, options.dtype)
     limit = options.max_copy_bytes_per_s
-    if limit is None or costs.bus is None:
-        return costs
-    copy = replace(costs.bus.copy, unit_s=max(costs.bus.copy.unit_s, 1 / limit))
-    return replace(costs, bus=replace(costs.bus, copy=copy))
+    return costs if limit is None else with_copies_at_most(costs, limit)
 
 
 def _num_workers(options: CudaOptions, shape: ModelShape, device: str) -> int:
-    """Return the number of CPU workers; `auto` has some only where a measured profile says that they make
-    cold starts clearly faster."""
+    """Return the number of CPU workers: the fewest that are hardly slower than one for every second core, if
+    a measured profile tells. `auto` has some only where it says that they make cold starts clearly
+    faster."""
     if options.padded_to is not None:
         return 0
     if options.cpu_workers is not None:
         return options.cpu_workers
-    number = default_num_workers(num_cores())
-    if options.cold_start is not ColdStart.AUTO:
-        return number if options.cold_start is ColdStart.CPU_ASSIST else 0
+    most = default_num_workers(num_cores())
+    if most == 0 or options.cold_start not in (ColdStart.AUTO, ColdStart.CPU_ASSIST):
+        return 0
     costs = _costs(options, shape, device)
-    return number if costs.measured and _assist_pays(costs, shape, number) else 0
-
-
-def _assist_pays(costs: CostModel, shape: ModelShape, num_workers: int) -> bool:
-    if num_workers == 0:
-        return False
+    if not costs.measured:
+        return most if options.cold_start is ColdStart.CPU_ASSIST else 0
     layer_weights = _TYPICAL_RANK * sum(
         shape.in_features(module) + shape.out_features(module) for module in GROUPS["qkv"]
     )
-    layer_bytes = [layer_weights * _ELEMENT_BYTES] * shape.num_layers
-    layer_s = costs.assist.layer_s(
-        layer_weights, num_groups=1, num_tokens=_SHORT_PROMPT.num_prompt_tokens, num_workers=num_workers
+    number, layer_s = costs.assist.enough_workers(
+        most, layer_weights, num_tokens=_SHORT_PROMPT.num_prompt_tokens
     )
+    if options.cold_start is ColdStart.CPU_ASSIST or _assist_pays(costs, layer_weights, layer_s):
+        return number
+    return 0
+
+
+def _assist_pays(costs: CostModel, layer_weights: int, layer_s: float) -> bool:
+    """Return whether CPU workers that compute a layer in `layer_s` make a cold start clearly faster."""
+    subject = costs.subject
+    layer_bytes = [layer_weights * subject.element_bytes] * subject.num_layers
     step_s = costs.step_s(_SHORT_PROMPT)
     plan = costs.assist_layers(layer_bytes, step_s, layer_s)
     return costs.assist_is_sure(plan, step_s) and plan.saved_s > _MIN_SAVED * (step_s + plan.delay_s)

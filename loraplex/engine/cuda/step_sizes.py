@@ -2,7 +2,8 @@
 
 Few sizes mean few graphs; fine ones mean little padding. Rows cost arithmetic, so they are rounded finely;
 padding decodes, spans and tiles cost programs that return at once, so they are rounded coarsely. Even those
-take time: decodes are padded to at most twice as many, or to 32 beside prompts.
+take time: in a graph of a step's own sizes, decodes are padded to at most twice as many, or to 32 beside
+prompts.
 
 A few of the sizes cover all others (`coarse_graph_sizes`): an engine is ready when it has those, and captures
 the others while it is idle. Still fewer cover them with more padding (`fewest_graph_sizes`); those are for
@@ -19,7 +20,7 @@ from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
 from loraplex.engine.cuda.step_lora import StepLora
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
-from loraplex.perf.assist_split import MAX_SPANS, MAX_STEP_ROWS
+from loraplex.perf.assist_split import MAX_GRAPH_ROWS, MAX_SPANS
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""
@@ -27,10 +28,10 @@ COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """The `DECODE_ROWS` that are captured before an engine is ready."""
 FEWEST_DECODE_ROWS: Final = (8, 16, 32, 64, 128, 256)
 """The `DECODE_ROWS` of graphs for adapters and contexts that are not known yet."""
-MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, MAX_STEP_ROWS)
+MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, MAX_GRAPH_ROWS)
 """Rows of graphs with prompts. Larger steps compute for longer than it takes to launch them kernel by kernel,
 which needs no padding."""
-FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, 1024)
+FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, MAX_GRAPH_ROWS)
 """The `MIXED_ROWS` of graphs for adapters and contexts that are not known yet."""
 COARSE_ABOVE: Final = 640
 """Rows above which an engine starts with one graph each, for the most decodes and spans."""
