@@ -17,6 +17,24 @@ class AdapterStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BatchingStats:
+    """What a batching policy decided. `merged_version`: the version that the last step ran merged, if it did.
+    `num_switches`: changes between merged and unmerged steps, and from one merged version to another;
+    `num_merges`: how often merged weights were written. `num_pauses`: running requests that were left out of
+    a step, summed over all steps; `num_adapters`: adapters in a step, likewise. `largest_credit_s`: the most
+    that an adapter has gained by waiting (`dynamic`)."""
+
+    policy: str = "fcfs"
+    merged_version: str | None = None
+    num_switches: int = 0
+    num_merges: int = 0
+    num_merged_steps: int = 0
+    num_pauses: int = 0
+    num_adapters: int = 0
+    largest_credit_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
     """Engine gauges and counters.
 
@@ -47,4 +65,5 @@ class EngineStats:
     measured_step_s: float = 0.0
     predicted_copy_s: float = 0.0
     measured_copy_s: float = 0.0
+    batching: BatchingStats = field(default_factory=BatchingStats)
     adapters: tuple[AdapterStats, ...] = field(default=())

@@ -51,6 +51,10 @@ class StepFeatures(NamedTuple):
         bytes_of_all = (self.num_adapters * largest, self.num_adapter_rows * largest)
         return StepFeatures(*self[:6], *bytes_of_all, *self[8:])
 
+    def on_merged_weights(self) -> StepFeatures:
+        """Return the same step on weights into which its adapter is merged: none is added."""
+        return StepFeatures(*self[:5])
+
 
 class StepSample(NamedTuple):
     """The contents of a step, and its measured seconds."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
+from loraplex.scheduling.batching.thresholds import Tuning
 from loraplex.scheduling.work import StepWork
 
 
@@ -14,7 +16,9 @@ class SchedulerConfig:
 
     `prefetch_depth`: number of waiting requests whose adapters may start to load. `cold_start`: what requests
     do until their adapter is loaded. `num_workers`: processes that compute LoRA on CPUs. `loads_popular`:
-    load adapters that are requested often before they are requested again.
+    load adapters that are requested often before they are requested again. `batching`: which requests run
+    together; `max_delay`: by how much that may delay a request; `tuning`: how the thresholds of
+    `Batching.DYNAMIC` adapt.
 
     Two rules of other engines, which the twin simulates: `prompts_first`: a step computes whole prompts if
     there are any, otherwise it decodes. `max_adapters`: number of different adapters that may run at a time;
@@ -28,5 +32,8 @@ class SchedulerConfig:
     cold_start: ColdStart = ColdStart.OVERLAP
     num_workers: int = 0
     loads_popular: bool = False
+    batching: Batching = Batching.FCFS
+    max_delay: DelayBound = field(default_factory=DelayBound)
+    tuning: Tuning = Tuning.PAPER
     prompts_first: bool = False
     max_adapters: int | None = None

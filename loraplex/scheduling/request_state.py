@@ -20,13 +20,18 @@ class RequestState:
     `pinned`: the adapter table holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
     prefix cache had when the request was first admitted; None until then. `adapter_hit`: its adapter was
     resident or loading when the request first pinned it; None until then. `queue_position`: position in the
-    waiting queue; smaller numbers run first.
+    waiting queue; smaller numbers run first. `arrival`: number of requests that arrived before. `arrived_s`:
+    sum of the predicted seconds of all steps before its arrival; `delayed_s`: predicted seconds of steps that
+    it was left out of.
     """
 
     __slots__ = (
         "adapter",
         "adapter_hit",
+        "arrival",
+        "arrived_s",
         "block_ids",
+        "delayed_s",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -40,7 +45,7 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, arrival: int = 0, arrived_s: float = 0.0) -> None:
         self.request = request
         self.request_id = request.request_id
         self.adapter = request.adapter
@@ -55,6 +60,9 @@ class RequestState:
         self.block_ids: list[int] = []
         self.pinned = False
         self.queue_position = 0
+        self.arrival = arrival
+        self.arrived_s = arrived_s
+        self.delayed_s = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +77,10 @@ class RequestState:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    def chunk_of(self, num_tokens: int) -> Chunk:
+        """Return the next chunk for cost models, which only count its tokens."""
+        return Chunk(self.request_id, self.adapter, self.num_computed, [0] * num_tokens, [], False)
 
     def next_chunk(self, num_tokens: int) -> Chunk:
         start, end = self.num_computed, self.num_computed + num_tokens

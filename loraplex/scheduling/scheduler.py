@@ -6,6 +6,9 @@ is in memory and there is KV memory for their whole prompt. When KV memory runs 
 request is preempted: it gives its blocks back and is computed again later. Where adapters share that memory,
 waiting requests lose the pins on theirs first.
 
+A batching policy may leave running requests out of a step: these are paused. They keep their blocks and pins,
+and are the first to be preempted.
+
 A step may be decided while the one before is still in flight: its tokens are counted before they are known.
 `update` reports them afterwards, in the order of the steps; results for a request that has ended by then are
 ignored.
@@ -22,6 +25,9 @@ from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_planner import AdapterPlanner
 from loraplex.scheduling.adapter_slots import AdapterSlots
+from loraplex.scheduling.batching.batcher import Batcher
+from loraplex.scheduling.batching.grouped import GroupedQueue
+from loraplex.scheduling.batching.policy import ALL
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
@@ -29,7 +35,6 @@ from loraplex.scheduling.request_limits import check_request, room_in_words
 from loraplex.scheduling.request_state import ChunkUnderWay, RequestState
 from loraplex.scheduling.request_table import RequestTable
 from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
-from loraplex.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -41,8 +46,11 @@ class Scheduler:
         self._memory = memory
         self._pool = memory.pool
         self._table = memory.table
-        self._waiting = WaitingQueue()
+        self.batcher = Batcher(config, memory, costs)
+        self._waiting = self.batcher.make_queue()
         self._running: list[RequestState] = []
+        self._paused: list[RequestState] = []  # running requests that the step being decided leaves out
+        self._batch = ALL
         self._sequences = RequestTable()
         self.adapters = AdapterPlanner(config, memory, costs)
         self._pins = self.adapters.pins
@@ -51,6 +59,7 @@ class Scheduler:
         self._slots = AdapterSlots(config.max_adapters)
         self._is_settled = False  # the last step only decoded, and no waiting request can be admitted
         self._num_preemptions = 0
+        self._num_arrived = 0
 
     # ---- requests, and reports from the executor
 
@@ -61,7 +70,8 @@ class Scheduler:
         check_request(request, self._config.max_model_len, self._memory)
         if request.adapter is not None:
             self.adapters.asked_for(request.adapter)
-        sequence = RequestState(request)
+        sequence = RequestState(request, self._num_arrived, self.batcher.now_s)
+        self._num_arrived += 1
         self._sequences.add(sequence)
         self._waiting.append(sequence)
         self._is_settled = False
@@ -130,11 +140,12 @@ class Scheduler:
         """Decide the next step. It may have no chunks while adapters load."""
         preempted: list[RequestState] = []
         num_running = len(self._running)
+        active = self._choose_batch()
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
         else:
-            chunks, budget = self._schedule_running(preempted)
-            self.adapters.bring_in(self._waiting, self._running)
+            chunks, budget = self._schedule_running(active, preempted)
+            self._bring_in()
             if not preempted:
                 self._admit(chunks, budget)
         if not preempted:
@@ -160,8 +171,10 @@ class Scheduler:
         if chunks:
             self._memory.step_decided()
             self.adapters.step_decided(chunks)
+            self.batcher.step_decided(chunks, versions)
             self._under_way.append(under_way)
         orders = self.adapters.take_orders(versions, self._waiting)
+        merge, drops_merged = self.batcher.merged.take_orders()
         return StepPlan(
             chunks=chunks,
             adapter_evictions=tuple(self._table.serving.take_evictions()),
@@ -171,6 +184,9 @@ class Scheduler:
             waits_for=orders.waits_for,
             stalls=orders.stalls,
             preempted=tuple(sequence.request_id for sequence in preempted),
+            merge=merge,
+            merged=self._batch.merged if chunks else None,
+            drops_merged=drops_merged,
         )
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
@@ -216,16 +232,28 @@ class Scheduler:
 
     # ---- running requests
 
+    def _choose_batch(self) -> list[RequestState]:
+        """Choose the requests that the step may run, and return the running ones among them."""
+        if not self.batcher.pauses:
+            return list(self._running)
+        ready = (each for each in self._waiting.candidates() if self._may_admit(each))
+        self._batch, active = self.batcher.choose(self._running, ready)
+        kept = set(active)
+        self._paused = [each for each in self._running if each not in kept]
+        return active
+
     def _prompts_or_decodes(self, preempted: list[RequestState]) -> tuple[list[Chunk], float]:
         chunks: list[Chunk] = []
-        self.adapters.bring_in(self._waiting, self._running)
+        self._bring_in()
         self._admit(chunks, self._config.work.max_tokens)
-        return (chunks, 0.0) if chunks else self._schedule_running(preempted)
+        return (chunks, 0.0) if chunks else self._schedule_running(list(self._running), preempted)
 
-    def _schedule_running(self, preempted: list[RequestState]) -> tuple[list[Chunk], float]:
-        """Return the chunks of running requests, oldest first, and the budget left for prompts."""
+    def _schedule_running(
+        self, running: list[RequestState], preempted: list[RequestState]
+    ) -> tuple[list[Chunk], float]:
+        """Return the chunks of these running requests, and the budget left for prompts."""
         work = self._config.work
-        running, limit, block_size = list(self._running), self._config.max_model_len, self._pool.block_size
+        limit, block_size = self._config.max_model_len, self._pool.block_size
         remaining = [s.num_remaining for s in running]
         decode_cost = sum(
             [work.cost(s.num_computed, 1) for s, count in zip(running, remaining, strict=True) if count == 1]
@@ -254,9 +282,9 @@ class Scheduler:
             if blocks is not None:
                 sequence.block_ids += blocks
                 return True
-            if self._pins.unpin_youngest(self._waiting):
+            if self._pins.unpin_youngest(self._waiting) or self._give_back_merged():
                 continue
-            victim = self._running[-1]
+            victim = self._paused.pop() if self._paused else self._running[-1]
             if victim is sequence and sequence.num_unknown > 0:
                 return False  # the token in flight may be its last: decide again when it is known
             if victim is sequence and len(self._running) == 1:
@@ -271,6 +299,13 @@ class Scheduler:
             if victim is sequence:
                 return False
 
+    def _give_back_merged(self) -> bool:
+        """Give back the memory of merged weights, if this step does not run on them."""
+        if self._batch.merged is None:
+            return self.batcher.merged.give_back()
+        self.batcher.merged.short_of_memory()
+        return False
+
     def _preempt(self, sequence: RequestState) -> None:
         self._running.remove(sequence)
         self._slots.leave(sequence.adapter)
@@ -281,18 +316,32 @@ class Scheduler:
 
     # ---- waiting requests
 
+    def _bring_in(self) -> None:
+        """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
+        reads for the first."""
+        if isinstance(self._waiting, GroupedQueue):
+            self._waiting.select(self._running, self._config.max_running - len(self._running))
+        self.adapters.bring_in(self._waiting, self._running)
+        if self._pins.refused is not None:
+            self._give_back_merged()
+
+    def _may_admit(self, sequence: RequestState) -> bool:
+        """Return whether a waiting request could run, as far as its adapter and its tokens are concerned."""
+        return self._pins.is_ready(sequence) and sequence.num_unknown == 0
+
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
         self._pins.short = None
         # No request overtakes one that was refused memory for its adapter: it would take that memory.
         refused = self._pins.refused if self._memory.shared else None
         admitted: list[RequestState] = []
         num_promised: int | None = None
-        for sequence in self._waiting.candidates():
-            if budget < 1 or len(self._running) >= self._config.max_running:
+        num_left = self._config.max_running - len(self._running) + len(self._paused)
+        for sequence in self._candidates():
+            if budget < 1 or len(admitted) >= num_left:
                 break
             if refused is not None and sequence.queue_position > refused.queue_position:
                 break
-            if not self._pins.is_ready(sequence) or sequence.num_unknown > 0:
+            if not self._may_admit(sequence):
                 continue
             if self._pins.is_arriving(sequence) and not self.adapters.may_join(sequence, chunks):
                 continue
@@ -312,6 +361,15 @@ class Scheduler:
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         for sequence in admitted:
             self._waiting.remove(sequence)
+        if self._pins.short is not None:
+            self._give_back_merged()
+
+    def _candidates(self) -> Iterable[RequestState]:
+        """Return the waiting requests that the step's batch allows, in the order in which they may run."""
+        if self._batch == ALL:
+            return self._waiting.candidates()
+        ready = sorted(self._waiting.candidates(), key=lambda each: each.arrival)
+        return self._batch.select(ready, len(ready))
 
     def _promised_blocks(self, sequence: RequestState) -> int:
         """Return the blocks that a running request still has to take for the tokens that it has."""
@@ -346,6 +404,7 @@ class Scheduler:
         sequence.num_published = len(cached)
         if sequence.num_cached is None:
             sequence.num_cached = min(num_cached, sequence.num_prompt)
+            self._waiting.admitted(sequence, self.batcher.now_s)
         if searches:
             self._pool.count_match(sequence.token_ids, cached)
         return num_tokens
@@ -449,6 +508,7 @@ class Scheduler:
     def stats(self, num_steps: int) -> EngineStats:
         return engine_stats(
             self._memory,
+            batching=self.batcher.stats(),
             num_steps=num_steps,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -461,6 +521,7 @@ class Scheduler:
         assert {s.request_id for s in (*self._waiting, *self._running)} == self._sequences.ids
         assert len(self._waiting) + len(self._running) == len(self._sequences)
         self._waiting.check_integrity()
+        self.batcher.merged.check_integrity()
         self._sequences.check_integrity()
         unknown = Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
         check_integrity(self._waiting, self._running, self._memory, unknown)

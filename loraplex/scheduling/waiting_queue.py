@@ -63,10 +63,9 @@ class WaitingQueue:
             self._on_base.move_to_end(request, last=False)
 
     def remove(self, request: RequestState) -> None:
-        del self._requests[request]
+        self._take_out(request)
         version = request.adapter
         if version is None:
-            del self._on_base[request]
             return
         if request.pinned:
             del self._pinned[request]
@@ -74,6 +73,10 @@ class WaitingQueue:
             del self._num_on[version]
         else:
             self._num_on[version] -= 1
+
+    def admitted(self, request: RequestState, now_s: float) -> None:
+        """Record that a request is admitted for the first time. `now_s`: sum of the predicted seconds of all
+        steps so far."""
 
     def set_pinned(self, request: RequestState, *, pinned: bool) -> None:
         """Record whether the adapter of a waiting request is pinned for it."""
@@ -111,19 +114,25 @@ class WaitingQueue:
 
     def on_version(self, version: str) -> list[RequestState]:
         """Return the requests waiting for an adapter version, in order. Iterates over all requests."""
-        return [request for request in self._requests if request.adapter == version]
+        return [request for request in self if request.adapter == version]
 
     def check_integrity(self) -> None:
         """Assert that the subsets agree with the whole queue."""
-        positions = [request.queue_position for request in self._requests]
+        positions = [request.queue_position for request in self]
         assert all(before < after for before, after in pairwise(positions))
         assert list(self._on_base) == [each for each in self._requests if each.adapter is None]
-        assert self.pinned() == [each for each in self._requests if each.pinned]
+        assert self.pinned() == [each for each in self if each.pinned]
         num_on: dict[str, int] = {}
-        for request in self._requests:
+        for request in self:
             if request.adapter is not None:
                 num_on[request.adapter] = num_on.get(request.adapter, 0) + 1
         assert self._num_on == num_on
+
+    def _take_out(self, request: RequestState) -> None:
+        """Remove a request from the ordered parts of the queue."""
+        del self._requests[request]
+        if request.adapter is None:
+            del self._on_base[request]
 
     def _enter(self, request: RequestState) -> None:
         self._requests[request] = None

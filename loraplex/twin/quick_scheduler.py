@@ -98,8 +98,8 @@ class QuickScheduler(TwinScheduler):
         self._dissolve_group()
         preempted: list[RequestState] = []
         num_running = len(self._running)
-        step, budget = self._step_of_running(preempted)
-        self.adapters.bring_in(self._waiting, self._running)
+        step, budget = self._step_of_running(self._choose_batch(), preempted)
+        self._bring_in()
         if not preempted:
             self._admit_to(step, budget)
             self._fail_without_room()
@@ -123,11 +123,13 @@ class QuickScheduler(TwinScheduler):
         super().check_integrity()
         self._under_way = kept
 
-    def _step_of_running(self, preempted: list[RequestState]) -> tuple[StepChunks, float]:
+    def _step_of_running(
+        self, running: list[RequestState], preempted: list[RequestState]
+    ) -> tuple[StepChunks, float]:
         """Do what `_schedule_running` does. Decodes are counted as computed at once: no decision in this step
         depends on them, and requests that are preempted come after those already processed."""
         work, limit, block_size = self._config.work, self._config.max_model_len, self._pool.block_size
-        running, position_cost = list(self._running), work.position_cost
+        position_cost = work.position_cost
         budget = work.prefill_budget(
             sum(
                 [

@@ -1,0 +1,60 @@
+"""Merged steps where they are predicted to give more tokens per second, within the bound on delays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.core.batching import DelayBound
+from loraplex.scheduling.batching.policy import ALL, StepBatch, View, merged_batch
+from loraplex.scheduling.request_state import RequestState
+
+
+class AutoBatching:
+    """Compares, before each step, all requests together with those on one adapter alone, merged.
+
+    Merging costs time before it gains any, and how long it would go on gaining is not known. So the engine
+    merges once unmerged steps have lost as much as merging costs: then it never takes more than twice the
+    time of the better choice. Requests on other adapters pause meanwhile, if they are only decoding, and none
+    of them for longer than the bound allows.
+    """
+
+    merges = True
+
+    def __init__(self, bound: DelayBound) -> None:
+        self._bound = bound
+        self._candidate: str | None = None
+        self._lost_s = 0.0  # by unmerged steps, while `_candidate` could have been merged
+
+    def choose(self, view: View) -> StepBatch:
+        fcfs = view.fcfs
+        candidate = next((each for each in view.most_requested() if view.can_merge(each)), None)
+        if candidate != self._candidate:
+            self._candidate, self._lost_s = candidate, 0.0
+        if candidate is None:
+            return ALL
+        merged = view.on(candidate)
+        paused = [each for each in fcfs if each.adapter != candidate]
+        merged_s = view.iteration_s(merged, True)
+        gained_s = len(merged) * view.iteration_s(fcfs, False) / len(fcfs) - merged_s
+        if gained_s <= 0 or not self._may_pause(paused, merged_s, view.now_s):
+            self._lost_s = 0.0
+            return ALL
+        if view.merged != candidate:
+            self._lost_s += gained_s
+            if self._lost_s < view.merge_s(candidate):
+                return ALL
+        for each in paused:
+            each.delayed_s += merged_s
+        return merged_batch(candidate)
+
+    def forget(self, version: str) -> None:
+        if self._candidate == version:
+            self._candidate, self._lost_s = None, 0.0
+
+    def _may_pause(self, requests: Sequence[RequestState], seconds: float, now_s: float) -> bool:
+        """Return whether these requests may wait for a step. Prompts may not: first tokens are waited for."""
+        return all(
+            each.num_remaining == 1
+            and each.delayed_s + seconds <= self._bound.allowed_s(now_s - each.arrived_s)
+            for each in requests
+        )

@@ -1,0 +1,157 @@
+"""Applies a batching policy to the scheduler's requests, and keeps count of what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from heapq import nsmallest
+from operator import attrgetter
+
+from loraplex.core.batching import Batching
+from loraplex.core.stats import BatchingStats
+from loraplex.perf.drift import DriftWatch
+from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.batching.auto import AutoBatching
+from loraplex.scheduling.batching.dynamic import DynamicBatching
+from loraplex.scheduling.batching.grouped import GroupedQueue
+from loraplex.scheduling.batching.merged_only import MergedOnly
+from loraplex.scheduling.batching.policy import ALL, BatchingPolicy, StepBatch, View
+from loraplex.scheduling.batching.thresholds import AdaptiveThresholds
+from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.memory import Memory
+from loraplex.scheduling.merged_weights import MergedWeights
+from loraplex.scheduling.plan import Chunk
+from loraplex.scheduling.request_state import RequestState
+from loraplex.scheduling.step_features import step_features
+from loraplex.scheduling.waiting_queue import WaitingQueue
+
+_arrival = attrgetter("arrival")
+
+
+class Batcher:
+    """The batches of one scheduler. `merged`: the adapter that is merged into a second set of weights.
+    `pauses`: whether running requests may be left out of a step. `now_s`: sum of the predicted seconds of all
+    steps so far; 0 with a policy that does not need it."""
+
+    def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
+        assert costs is not None or config.batching in (Batching.FCFS, Batching.MERGED), (
+            f"{config.batching} decides by costs"
+        )
+        self._config = config
+        self._memory = memory
+        self._costs = costs
+        self.merged = MergedWeights(memory)
+        self._policy = _policy_of(config)
+        self.pauses = self._policy is not None
+        self.now_s = 0.0
+        self._keeps_time = config.batching not in (Batching.FCFS, Batching.MERGED)
+        self._last: StepBatch = ALL
+        self._num_switches = 0
+        self._num_merged_steps = 0
+        self._num_pauses = 0
+        self._num_adapters = 0
+
+    def make_queue(self) -> WaitingQueue:
+        """Return the queue that the policy admits requests from."""
+        if self._config.batching in (Batching.GROUPED, Batching.AUTO):
+            return GroupedQueue(self._config.max_delay, self._memory.table.num_bytes)
+        return WaitingQueue()
+
+    def choose(
+        self, running: Sequence[RequestState], ready: Iterable[RequestState]
+    ) -> tuple[StepBatch, list[RequestState]]:
+        """Return the batch of the next step, and the running requests that it has. `ready`: waiting requests
+        that could be admitted."""
+        if self._policy is None:
+            return ALL, list(running)
+        max_running = self._config.max_running
+        requests = sorted((*running, *nsmallest(max_running, ready, key=_arrival)), key=_arrival)
+        batch = self._policy.choose(self._view(requests))
+        if batch.merged is not None and not self.merged.hold(batch.merged):
+            batch = ALL
+        self._num_switches += batch.merged != self._last.merged
+        self._num_merged_steps += batch.merged is not None
+        self._last = batch
+        chosen = set(batch.select(requests, max_running))
+        active = [each for each in running if each in chosen]
+        self._num_pauses += len(running) - len(active)
+        return batch, active
+
+    def step_decided(self, chunks: Sequence[Chunk], versions: Set[str | None]) -> None:
+        """Record the step that was decided. `versions`: the adapters of its chunks, with None for the base
+        model."""
+        is_merged = self._last.merged is not None
+        self._num_adapters += 0 if is_merged else len(versions) - (None in versions)
+        if self._keeps_time:
+            self.now_s += self._step_s(step_features(chunks, self._adapter_bytes), is_merged)
+
+    def forget(self, version: str) -> None:
+        """Drop what is recorded of a version that was removed."""
+        self.merged.forget(version)
+        if self._policy is not None:
+            self._policy.forget(version)
+
+    def stats(self) -> BatchingStats:
+        credits = self._policy.credits.balances if isinstance(self._policy, DynamicBatching) else {}
+        return BatchingStats(
+            policy=self._config.batching.value,
+            merged_version=self._last.merged,
+            num_switches=self._num_switches,
+            num_merges=self.merged.num_merges,
+            num_merged_steps=self._num_merged_steps,
+            num_pauses=self._num_pauses,
+            num_adapters=self._num_adapters,
+            largest_credit_s=max(credits.values(), default=0.0),
+        )
+
+    def _view(self, requests: Sequence[RequestState]) -> View:
+        return View(
+            requests=requests,
+            max_running=self._config.max_running,
+            merged=self.merged.version,
+            can_merge=self.merged.can_hold,
+            merge_s=self._merge_s,
+            iteration_s=self._iteration_s,
+            now_s=self.now_s,
+        )
+
+    def _merge_s(self, version: str) -> float:
+        assert self._costs is not None
+        return self._costs.model.merge_s(self.merged.bytes_of(version))
+
+    def _iteration_s(self, requests: Sequence[RequestState], is_merged: bool) -> float:
+        return self._step_s(self._features(requests), is_merged)
+
+    def _step_s(self, features: StepFeatures, is_merged: bool) -> float:
+        assert self._costs is not None
+        return self._costs.model.step_s(features.on_merged_weights() if is_merged else features)
+
+    def _features(self, requests: Sequence[RequestState]) -> StepFeatures:
+        """Return the features of a step with these requests. Prompts have what a step may compute of them."""
+        left = self._config.work.max_tokens
+        chunks = []
+        for each in requests:
+            num_tokens = each.num_remaining
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, left)
+                left -= num_tokens
+            if num_tokens > 0:
+                chunks.append(each.chunk_of(num_tokens))
+        return step_features(chunks, self._adapter_bytes)
+
+    def _adapter_bytes(self, version: str) -> int:
+        """Return a version's bytes, or 0: it may be forgotten while a step uses it."""
+        table = self._memory.table
+        return table.num_bytes(version) if table.knows(version) else 0
+
+
+def _policy_of(config: SchedulerConfig) -> BatchingPolicy | None:
+    """Return the policy that chooses the batch of each step; None if every running request is in it."""
+    match config.batching:
+        case Batching.MERGED:
+            return MergedOnly()
+        case Batching.DYNAMIC:
+            return DynamicBatching(AdaptiveThresholds(config.tuning))
+        case Batching.AUTO:
+            return AutoBatching(config.max_delay)
+        case _:
+            return None
