@@ -47,10 +47,11 @@ class BatchBuilder:
     def build(
         self,
         chunks: Sequence[Chunk],
-        adapters: Mapping[str, LoraWeights],
+        adapters: Mapping[str, LoraWeights] | None,
         all_rows_of: Collection[str] = (),
     ) -> BuiltBatch:
-        """`all_rows_of`: requests that need logits for every row of their chunk."""
+        """`adapters`: None for a step on merged weights, without LoRA products. `all_rows_of`: requests that
+        need logits for every row of their chunk."""
         ordered = sorted(chunks, key=self._place)
         starts = _starts(ordered)
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
@@ -72,7 +73,9 @@ class BatchBuilder:
             span_context_S=torch.tensor([c.end for _, c, _ in spans], dtype=torch.int64),
             span_blocks_SB=self._block_table(spans, table_rows),
             max_span_len=max((c.num_tokens for _, c, _ in spans), default=0),
-            lora=self._kernels.prepare_lora(self._segments(ordered, starts, adapters)),
+            lora=self._kernels.prepare_lora(
+                [] if adapters is None else self._segments(ordered, starts, adapters)
+            ),
             logit_rows_L=torch.tensor(logit_rows, dtype=torch.int64),
         )
         return BuiltBatch(chunks=tuple(ordered), batch=batch, sampling=sampling, rows_of=rows_of)

@@ -61,6 +61,7 @@ class Engine:
         longest that a step waits for a load."""
         self.max_model_len = config.max_model_len
         self.step_work = config.work
+        self._memory = memory
         self._table = memory.table
         self._scheduler = Scheduler(config, memory, costs)
         self._costs = costs
@@ -86,6 +87,8 @@ class Engine:
         plan = self._scheduler.schedule()
         for request_id in plan.preempted:
             self._executor.preempt(request_id)
+        if plan.drops_merged:
+            self._executor.drop_merged()
         for version in plan.adapter_evictions:
             self._executor.evict_adapter(version)
         if plan.moves:
@@ -98,6 +101,8 @@ class Engine:
             )
         if plan.waits_for:
             self._await_loads(plan.waits_for)
+        if plan.merge is not None:
+            self._executor.merge_adapter(plan.merge, self._memory.merge_place)
         if plan.chunks:
             launched_s = time.perf_counter()
             self._flights.append(_Launched(plan, self._executor.launch(plan), launched_s))

@@ -110,6 +110,28 @@ class Executor(Protocol):
         """Free a version's memory; steps in flight may still read it."""
         ...
 
+    @property
+    def why_not_merged(self) -> str | None:
+        """The reason why this executor cannot merge adapters, in words for users; None if it can."""
+        ...
+
+    def merge_bytes(self, spec: AdapterSpec) -> int | None:
+        """Return the bytes of the memory that merging an adapter needs; None if it is not possible."""
+        ...
+
+    def merge_adapter(self, version: str, place: int | None) -> None:
+        """Write W + scale * B A of a resident adapter into a second set of weights, after the steps launched
+        so far and before later ones, in place of what was merged before. The base model's weights stay as
+        they are.
+
+        `place`: the first byte of their memory in the arena; None where they have memory of their own.
+        """
+        ...
+
+    def drop_merged(self) -> None:
+        """Free the memory of the merged weights, if there are any; steps in flight may still read it."""
+        ...
+
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         """Return the reads and loads that ended; wait up to `timeout_s` for the first of them."""
         ...
@@ -133,7 +155,8 @@ class Executor(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Start a step behind those already launched."""
+        """Start a step behind those already launched. With `plan.merged` it runs on the merged weights, which
+        must be those of that version."""
         ...
 
     def expect(self, spec: AdapterSpec) -> None:

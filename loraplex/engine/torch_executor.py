@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 
 import torch
 
+from loraplex.adapters.merged_layout import touched_bytes
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.adapter_loader import Load, read_weights, resident_bytes
@@ -18,7 +19,7 @@ from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import SamplingState, not_finite, sample
 from loraplex.engine.slab_reader import read_slab
-from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.decoder import Decoder, KVCache, Linears
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
 
@@ -53,6 +54,7 @@ class TorchExecutor:
         self._read = read or (lambda spec: read_weights(spec, shape, dtype, own.keep))
         self._threads = threads
         self._adapters = ResidentAdapters()
+        self._merged: tuple[str, Linears] | None = None  # a version and the linears that it is merged into
         self._states: dict[str, SamplingState] = {}
 
     def begin(self, request: EngineRequest) -> None:
@@ -81,6 +83,23 @@ class TorchExecutor:
     def evict_adapter(self, version: str) -> None:
         del self._adapters.weights[version]
         self._reads.forget(version)
+
+    @property
+    def why_not_merged(self) -> str | None:
+        return self._decoder.why_not_merged
+
+    def merge_bytes(self, spec: AdapterSpec) -> int | None:
+        if self.why_not_merged is not None:
+            return None
+        return touched_bytes(spec, self._decoder.config.shape, self._dtype.itemsize)
+
+    def merge_adapter(self, version: str, place: int | None) -> None:
+        assert place is None, "there is no arena on a CPU"
+        self._merged = None  # first: there is memory for one
+        self._merged = version, self._decoder.merge(self._adapters.weights[version])
+
+    def drop_merged(self) -> None:
+        self._merged = None
 
     @property
     def read_counts(self) -> ReadCounts:
@@ -125,8 +144,10 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> LandedFlight:
         wanting = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
         chunks = [self._known(chunk) for chunk in plan.chunks]
-        built = self._builder.build(chunks, self._adapters.weights, all_rows_of=wanting)
-        states_LH = self._decoder.forward(built.batch, self._caches)
+        merged = self._merged_linears(plan)
+        adapters = self._adapters.weights if merged is None else None
+        built = self._builder.build(chunks, adapters, all_rows_of=wanting)
+        states_LH = self._decoder.forward(built.batch, self._caches, merged)
         result = StepResult()
         for chunk in plan.chunks:
             if chunk.request_id in wanting:
@@ -138,6 +159,14 @@ class TorchExecutor:
                 )
         self._sample(plan, built, states_LH, result)
         return LandedFlight(result=result, runs_ahead=self._runs_ahead)
+
+    def _merged_linears(self, plan: StepPlan) -> Linears | None:
+        if plan.merged is None:
+            return None
+        assert self._merged is not None, "nothing is merged"
+        version, linears = self._merged
+        assert plan.merged == version, f"{version} is merged, not {plan.merged}"
+        return linears
 
     def _known(self, chunk: Chunk) -> Chunk:
         """Return the chunk with its token filled in, where the step before sampled it and did not report it

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from loraplex.kernels.batch import KernelBatch
-from loraplex.kernels.lora import LoraSegment
+from loraplex.kernels.lora import LoraSegment, LoraWeights
 
 
 class PackedLinear(Protocol):
@@ -22,6 +22,15 @@ class PackedLinear(Protocol):
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias, a new contiguous tensor."""
+        ...
+
+    def weight(self) -> torch.Tensor:
+        """Return the weight (out, in) as it was before it was packed, bit for bit. It must not be written."""
+        ...
+
+    def with_weight(self, weight_OI: torch.Tensor) -> PackedLinear:
+        """Return a linear with the same bias and another weight, which stays where it is unless the layout is
+        another one."""
         ...
 
 
@@ -78,4 +87,21 @@ class Kernels(Protocol):
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
         """Return what `linear` needs to know of a step's segments, made once for all layers
         (`KernelBatch.lora`)."""
+        ...
+
+    @property
+    def why_not_merged(self) -> str | None:
+        """The reason why `merge_linear` is not possible, in words for users; None if it is."""
+        ...
+
+    def merge_linear(
+        self,
+        linear: PackedLinear,
+        layer: int,
+        group: str,
+        weights: LoraWeights,
+        into_OI: torch.Tensor | None = None,
+    ) -> PackedLinear:
+        """Return a group of linears whose weight is W + scale * B A, summed in float32 and rounded once to
+        W's dtype. The linear itself stays as it is. `into_OI`: memory for the weight; None to allocate it."""
         ...

@@ -60,6 +60,10 @@ class LoraWeights:
         """Return the table's address for a batch with this largest rank."""
         return self.table_LM.data_ptr() + self.copies.get(padded_rank(batch_rank), 0)
 
+    def touched_in(self, layer: int) -> frozenset[str]:
+        """Return the groups that the adapter may change in a layer; on a GPU, those that it has in any."""
+        return frozenset(self.groups[layer]) if self.groups else self.touched
+
 
 def padded_rank(rank: int) -> int:
     """Return the next power of two."""
@@ -89,6 +93,21 @@ def add_lora_segment(y_TO: torch.Tensor, x_TI: torch.Tensor, segment: LoraSegmen
         y_SO[:, part.out_start : part.out_end].addmm_(
             shrunk_SR[:, part.rank_start : part.rank_end], part.b_t_RO, alpha=part.scale
         )
+
+
+def merged_weight(
+    weight_OI: torch.Tensor, group: LoraGroup | None, into_OI: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return W + scale * B A of a group's stacked weight, summed in float32 and rounded once. `group`: None
+    for W itself. `into_OI`: memory for the result; None to allocate it."""
+    total_OI = weight_OI.to(torch.float32, copy=True)
+    if group is not None:
+        for part in group.parts:
+            a_RI = group.a_RI[part.rank_start : part.rank_end].float()
+            total_OI[part.out_start : part.out_end].addmm_(part.b_t_RO.float().t(), a_RI, alpha=part.scale)
+    if into_OI is None:
+        return total_OI.to(weight_OI.dtype)
+    return into_OI.copy_(total_OI)
 
 
 def host_weights(groups: tuple[dict[str, LoraGroup], ...], max_rank: int) -> LoraWeights:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import PackedLinear
-from loraplex.kernels.lora import LoraSegment, add_lora_segment
+from loraplex.kernels.lora import LoraSegment, LoraWeights, add_lora_segment, merged_weight
 
 
 class TorchLinear:
@@ -24,6 +24,12 @@ class TorchLinear:
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, self._weight_OI, self._bias_O)
+
+    def weight(self) -> torch.Tensor:
+        return self._weight_OI
+
+    def with_weight(self, weight_OI: torch.Tensor) -> TorchLinear:
+        return TorchLinear(weight_OI, self._bias_O)
 
 
 class TorchKernels:
@@ -112,6 +118,21 @@ class TorchKernels:
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
         return segments
+
+    @property
+    def why_not_merged(self) -> str | None:
+        return None
+
+    def merge_linear(
+        self,
+        linear: PackedLinear,
+        layer: int,
+        group: str,
+        weights: LoraWeights,
+        into_OI: torch.Tensor | None = None,
+    ) -> PackedLinear:
+        lora_group = weights.groups[layer].get(group)
+        return linear.with_weight(merged_weight(linear.weight(), lora_group, into_OI))
 
     def add_lora(
         self, y_TO: torch.Tensor, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str

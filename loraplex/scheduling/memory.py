@@ -31,6 +31,29 @@ class Memory(Protocol):
         """Return the load of an acquired version, with the place its weights go to."""
         ...
 
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes that are taken for merged weights now."""
+        ...
+
+    @property
+    def merge_place(self) -> int | None:
+        """The first byte of the merged weights' memory in the arena; None where they have memory of their
+        own, or none is taken."""
+        ...
+
+    def take_merged(self, num_bytes: int) -> bool:
+        """Have memory of so many bytes for merged weights, whatever was taken for them before. What they hold
+        is undefined then. Return False, and change nothing, if there is no room now without anything in use.
+
+        As after each allocation, `take_block_moves` must be called before the next one.
+        """
+        ...
+
+    def give_back_merged(self) -> None:
+        """Give back the memory of merged weights, if any is taken. Steps in flight may still read it."""
+        ...
+
     def step_decided(self) -> None:
         """Record that a step with chunks was decided, and may be in flight from now on."""
         ...
@@ -56,6 +79,7 @@ class SeparateMemory:
 
     shared = False
     shared_bytes = 0
+    merge_place = None
     advice = "raise --kv-memory"
     adapter_advice = "raise --host-adapter-memory"
 
@@ -64,13 +88,24 @@ class SeparateMemory:
     ) -> None:
         """`pool`: the class that manages KV blocks."""
         self.pool = pool(num_blocks, block_size)
-        self.table = AdapterTable(ByteBudget(adapter_bytes))
+        self._budget = ByteBudget(adapter_bytes)
+        self.table = AdapterTable(self._budget)
 
     def max_tokens(self, adapter_bytes: int) -> int:
         return self.pool.num_blocks * self.pool.block_size
 
     def load_of(self, version: str) -> AdapterLoad:
         return AdapterLoad(version=version)
+
+    @property
+    def merged_bytes(self) -> int:
+        return self._budget.merged_bytes
+
+    def take_merged(self, num_bytes: int) -> bool:
+        return self._budget.take_merged(num_bytes, self.table.serving.idle, self.table.serving.evict)
+
+    def give_back_merged(self) -> None:
+        self._budget.merged_bytes = 0
 
     def step_decided(self) -> None:
         pass
@@ -85,4 +120,7 @@ class SeparateMemory:
         return {}
 
     def check_integrity(self) -> None:
-        pass
+        """Assert that adapters and merged weights are within their budget."""
+        budget = self._budget
+        assert budget.merged_bytes >= 0
+        assert budget.used_bytes + budget.merged_bytes <= budget.budget_bytes

@@ -75,7 +75,12 @@ class AdapterRead(NamedTuple):
 class StepPlan(NamedTuple):
     """One step. Evictions come first, then moves in their order, then reads and loads, which run beside the
     step and are reported when done. `waits_for`: versions whose reads and loads must end before the step
-    begins. `stalls`: the step may have to wait for adapters while it runs."""
+    begins. `stalls`: the step may have to wait for adapters while it runs.
+
+    `merge`: a version, which is resident, whose merged weights are written after the moves and before the
+    step. `merged`: all chunks are of this version and run on its merged weights, without any LoRA product;
+    None for the base model's weights plus each row's adapter. `drops_merged`: the memory of the merged
+    weights is given back, before evictions and moves use it."""
 
     chunks: tuple[Chunk, ...] = ()
     adapter_evictions: tuple[str, ...] = ()
@@ -85,6 +90,9 @@ class StepPlan(NamedTuple):
     waits_for: frozenset[str] = frozenset()
     stalls: bool = False
     preempted: tuple[str, ...] = ()
+    merge: str | None = None
+    merged: str | None = None
+    drops_merged: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -55,6 +55,7 @@ class ByteBudget:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
+        self.merged_bytes = 0  # of merged weights
 
     def taken_by(self, num_bytes: int) -> int:
         if num_bytes > self.budget_bytes:
@@ -69,10 +70,18 @@ class ByteBudget:
     ) -> bool:
         if self._short_of(taken_bytes) > idle.num_bytes:
             return False
-        while (victim := next_victim(idle, NO_BLOCKS, short=self._short_of(taken_bytes))) is not None:
-            assert not isinstance(victim, CachedBlock)
-            evict(victim)
+        self._evict_for(taken_bytes, idle, evict)
         self.used_bytes += taken_bytes
+        return True
+
+    def take_merged(self, num_bytes: int, idle: IdleAdapters, evict: Evict) -> bool:
+        """Have exactly so many bytes taken by merged weights. Return False, and change nothing, if idle
+        adapters are too few to make room."""
+        more_bytes = num_bytes - self.merged_bytes
+        if self._short_of(more_bytes) > idle.num_bytes:
+            return False
+        self._evict_for(more_bytes, idle, evict)
+        self.merged_bytes = num_bytes
         return True
 
     def settle(self, version: str) -> None:
@@ -81,5 +90,10 @@ class ByteBudget:
     def give_back(self, version: str, taken_bytes: int, last_use: int) -> None:
         self.used_bytes -= taken_bytes
 
+    def _evict_for(self, num_bytes: int, idle: IdleAdapters, evict: Evict) -> None:
+        while (victim := next_victim(idle, NO_BLOCKS, short=self._short_of(num_bytes))) is not None:
+            assert not isinstance(victim, CachedBlock)
+            evict(victim)
+
     def _short_of(self, num_bytes: int) -> int:
-        return self.used_bytes + num_bytes - self.budget_bytes
+        return self.used_bytes + self.merged_bytes + num_bytes - self.budget_bytes

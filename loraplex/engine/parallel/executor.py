@@ -109,6 +109,21 @@ class ParallelExecutor:
         self._everywhere("evict_adapter", version)
 
     @property
+    def why_not_merged(self) -> str | None:
+        return self._local.why_not_merged
+
+    def merge_bytes(self, spec: AdapterSpec) -> int | None:
+        """Return the bytes of each process; all shards have the same size."""
+        return self._local.merge_bytes(spec)
+
+    def merge_adapter(self, version: str, place: int | None) -> None:
+        """Merge in every shard its part of the adapter into its part of the model."""
+        self._everywhere("merge_adapter", version, place)
+
+    def drop_merged(self) -> None:
+        self._everywhere("drop_merged")
+
+    @property
     def read_counts(self) -> ReadCounts:
         """Return the counts of shard 0; the others read the same."""
         return self._local.read_counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,14 @@ class PackedFloat32Linear:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
         return y
 
+    def weight(self) -> torch.Tensor:
+        # Reordering only moves numbers, so the way back is exact (`why_not_merged` makes sure of it).
+        weight_OI: torch.Tensor = self._packed.to_dense()
+        return weight_OI
+
+    def with_weight(self, weight_OI: torch.Tensor) -> PackedFloat32Linear:
+        return PackedFloat32Linear(weight_OI, self._bias_O)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoraSplit:
@@ -71,6 +80,23 @@ class NumbaKernels(TorchKernels):
         if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return PackedFloat32Linear(weight_OI, bias_O)
         return TorchLinear(weight_OI, bias_O)
+
+    @cached_property
+    def why_not_merged(self) -> str | None:
+        """Packed weights are unpacked to be merged. That is exact as far as we know, and tried out here on
+        numbers that arithmetic would change: another release of torch may pack differently."""
+        weight_OI = torch.randn(37, 53, generator=torch.Generator().manual_seed(0))
+        weight_OI[0, :4] = torch.tensor([-0.0, 1e-42, float("inf"), torch.finfo(torch.float32).max])
+        try:
+            unpacked_OI = self.pack_linear(weight_OI, None).weight()
+            if torch.equal(unpacked_OI.view(torch.int32), weight_OI.view(torch.int32)):
+                return None
+        except (RuntimeError, NotImplementedError):
+            pass
+        return (
+            f"torch {torch.__version__} does not give back weights exactly that it has packed for this "
+            "processor; serve without merging, or with another release of torch"
+        )
 
     def rms_norm(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(x_TH.contiguous(), None, weight_H, eps)
