@@ -22,6 +22,16 @@ class Batching(StrEnum):
     """Grouped admission, and merged steps where they are predicted to give more tokens per second, both
     within `DelayBound`."""
 
+    @property
+    def merges(self) -> bool:
+        """Return whether steps may run on weights into which an adapter is merged."""
+        return self in (Batching.MERGED, Batching.DYNAMIC, Batching.AUTO)
+
+    @property
+    def groups(self) -> bool:
+        """Return whether waiting requests may be admitted by adapter."""
+        return self in (Batching.GROUPED, Batching.AUTO)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayBound:

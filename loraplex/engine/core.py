@@ -144,6 +144,9 @@ class Engine:
 
     def add_adapter(self, spec: AdapterSpec) -> None:
         self._scheduler.adapters.add(spec.version, self._executor.adapter_bytes(spec), spec)
+        merge_bytes = self._executor.merge_bytes(spec)
+        if merge_bytes is not None:
+            self._scheduler.batcher.merged.know(spec.version, merge_bytes)
         self._executor.expect(spec)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
@@ -175,7 +178,7 @@ class Engine:
     def take_removed_adapters(self) -> Sequence[str]:
         for version in self._table.serving.take_evictions():
             self._executor.evict_adapter(version)
-        return self._scheduler.adapters.take_removed()
+        return self._scheduler.take_removed_adapters()
 
     def stage_adapter(self, version: str) -> None:
         """Read a version into host memory before any request asks for it, if there is room."""

@@ -69,6 +69,11 @@ class CostModel:
     memory: EngineMemory | None = None
     corrections: Corrections = field(default_factory=Corrections)
     kernels: KernelKind = KernelKind.RANK
+    merge: Line = field(default_factory=lambda: Line(latency_s=0.0, unit_s=2 / 4e12))
+
+    def merge_s(self, num_bytes: float) -> float:
+        """Return the seconds to write so many bytes of merged weights."""
+        return self.merge.seconds(num_bytes) * self.corrections.step if num_bytes > 0 else 0.0
 
     def copy_s(self, num_bytes: float) -> float:
         """Return the seconds of one copy to the device."""

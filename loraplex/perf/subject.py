@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core.shape import ModelShape
+
+_SIZES: Final = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+)
+_SHAPE_KEY: Final = re.compile(r"(.+)-(\d+)x(\d+)-mlp(\d+)-heads(\d+)\.(\d+)x(\d+)-vocab(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +49,16 @@ class Subject:
             for name in ("machine", "device", "model", "dtype", "num_layers")
             if getattr(self, name) != getattr(other, name)
         ]
+
+
+def shape_of_key(key: str) -> ModelShape:
+    """Return the shape that `shape_key` made a key of; the context length is not in it, and 1 here. Raises
+    ValueError for another text."""
+    found = _SHAPE_KEY.fullmatch(key)
+    if found is None:
+        raise ValueError(f"{key!r} is no key of a model's shape")
+    family, *sizes = found.groups()
+    return ModelShape(family=family, **dict(zip(_SIZES, map(int, sizes), strict=True)), max_position=1)
 
 
 def shape_key(shape: ModelShape) -> str:

@@ -85,7 +85,7 @@ class AdapterPins:
                 sequence.adapter_hit = not absent
             if absent:
                 self._load(version, sequence)
-            self._follow_moves(running)
+            self.follow_moves(running)
 
     def load_popular(self, versions: Iterable[str], running: Sequence[RequestState]) -> None:
         """Load the first of these that is absent, if it fits memory that is unused. Cached blocks are kept,
@@ -99,7 +99,7 @@ class AdapterPins:
                 self.reads.stage_ahead(version)
             elif self._table.load_ahead(version, spare_blocks):
                 self._load(version)
-                self._follow_moves(running)
+                self.follow_moves(running)
                 return
 
     def _is_staged(self, version: str) -> bool:
@@ -210,7 +210,7 @@ class AdapterPins:
                     return
                 if absent:
                     self._load(version)
-                    self._follow_moves(running)
+                    self.follow_moves(running)
             self.to_keep.popleft()
 
     def _load(self, version: str, first: RequestState | None = None) -> None:
@@ -231,7 +231,7 @@ class AdapterPins:
             is_bus_free=not self._table.streaming,
         )
 
-    def _follow_moves(self, running: Sequence[RequestState]) -> None:
+    def follow_moves(self, running: Sequence[RequestState]) -> None:
         """Update the block ids of running requests whose blocks were moved to make room for an adapter."""
         moved = self._memory.take_block_moves()
         for sequence in running if moved else ():

@@ -78,6 +78,12 @@ class RequestState:
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
+    def num_left(self, max_model_len: int) -> int:
+        """Return the most tokens that it may still sample, at least 1."""
+        max_tokens = self.request.params.max_tokens
+        limit = max_model_len if max_tokens is None else min(max_model_len, self.num_prompt + max_tokens)
+        return max(limit - self.num_tokens, 1)
+
     def chunk_of(self, num_tokens: int) -> Chunk:
         """Return the next chunk for cost models, which only count its tokens."""
         return Chunk(self.request_id, self.adapter, self.num_computed, [0] * num_tokens, [], False)

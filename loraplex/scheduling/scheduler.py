@@ -225,6 +225,14 @@ class Scheduler:
                 updates.append(self._accept(sequence, sampled[request_id]))
         return updates
 
+    def take_removed_adapters(self) -> list[str]:
+        """Return the versions whose removal was completed since the last call."""
+        removed = self.adapters.take_removed()
+        for version in removed:
+            if version not in self._table:
+                self.batcher.forget(version)
+        return removed
+
     def take_failures(self) -> list[TokenUpdate]:
         """Return the requests that ended with an error since the last call."""
         failures, self._failures = self._failures, []
@@ -238,6 +246,7 @@ class Scheduler:
             return list(self._running)
         ready = (each for each in self._waiting.candidates() if self._may_admit(each))
         self._batch, active = self.batcher.choose(self._running, ready)
+        self._pins.follow_moves(self._running)  # merged weights may have needed their place
         kept = set(active)
         self._paused = [each for each in self._running if each not in kept]
         return active
@@ -320,7 +329,14 @@ class Scheduler:
         """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
         reads for the first."""
         if isinstance(self._waiting, GroupedQueue):
-            self._waiting.select(self._running, self._config.max_running - len(self._running))
+            num_admissible = self._config.max_running - len(self._running) + len(self._paused)
+            self._waiting.select(
+                self._running,
+                num_admissible,
+                self._config.work.max_tokens,
+                self.batcher.now_s,
+                lambda: self.batcher.end_pace(self._running),
+            )
         self.adapters.bring_in(self._waiting, self._running)
         if self._pins.refused is not None:
             self._give_back_merged()
@@ -484,6 +500,7 @@ class Scheduler:
         else:
             self._running.remove(sequence)
             self._slots.leave(sequence.adapter)
+            self._waiting.ended(self.batcher.now_s)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         if sequence.adapter is not None:

@@ -78,6 +78,9 @@ class WaitingQueue:
         """Record that a request is admitted for the first time. `now_s`: sum of the predicted seconds of all
         steps so far."""
 
+    def ended(self, now_s: float) -> None:
+        """Record that a running request ended."""
+
     def set_pinned(self, request: RequestState, *, pinned: bool) -> None:
         """Record whether the adapter of a waiting request is pinned for it."""
         assert request.pinned is not pinned

@@ -92,6 +92,8 @@ class LeapingScheduler(Scheduler):
         flight."""
         if (self._under_way and not under_way) or self._failures or self._config.loads_popular:
             return False
+        if self.batcher.pauses:
+            return False  # the requests of the next step have to be chosen
         return not self.adapters.has_work()
 
     # ---- requests that join the group
@@ -116,7 +118,7 @@ class LeapingScheduler(Scheduler):
             return None
         chunks: list[Chunk] = []
         first = len(self._running)
-        self.adapters.bring_in(waiting, self._running)
+        self._bring_in()
         # The budget was found to be enough for all of them.
         self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])))
         assert not waiting.has_candidates, "whoever does not wait for a read was found to have a place"
@@ -147,7 +149,7 @@ class LeapingScheduler(Scheduler):
             return None
         for request in requests:
             self.add(request)
-        self.adapters.bring_in(self._waiting, self._running)
+        self._bring_in()
         return self._pins.reads.take()
 
     def may_load_beside(self, version: str, step_s: float, due: Sequence[EngineRequest]) -> bool:
@@ -179,7 +181,7 @@ class LeapingScheduler(Scheduler):
         self.adapter_read(version)
         for request in due:
             self.add(request)
-        self.adapters.bring_in(self._waiting, self._running)
+        self._bring_in()
         loads = self._pins.take_loads()
         assert [load.version for load in loads] == [version], "there was room for it"
         self.adapter_loaded(version)

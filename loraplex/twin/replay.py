@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from loraplex.adapters.merged_layout import layout_bytes
+from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
@@ -15,7 +17,9 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.perf.named_profiles import Profile
 from loraplex.perf.profile_json import ProfileError
 from loraplex.perf.slot_profile import SlotProfile
+from loraplex.perf.subject import shape_of_key
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.batching.thresholds import Tuning
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.work import StepWork
@@ -45,7 +49,7 @@ class ReplayOptions:
     rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
     profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
     compute LoRA for adapters that are being copied to a GPU; `max_copy_bytes_per_s`: those copies are no
-    faster than this.
+    faster than this. `batching`, `max_delay`, `tuning`: as in `SchedulerConfig`.
     """
 
     num_adapters: int
@@ -63,6 +67,9 @@ class ReplayOptions:
     cold_start: ColdStart | None = None
     cpu_workers: int = 0
     max_copy_bytes_per_s: float | None = None
+    batching: Batching = Batching.FCFS
+    max_delay: DelayBound = field(default_factory=DelayBound)
+    tuning: Tuning = Tuning.PAPER
     staged: bool = False
     seed: int = 0
 
@@ -173,7 +180,11 @@ class OwnEngines:
             or StepWork(max_tokens=self._has.step_tokens, position_cost=self._has.position_cost),
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
             num_workers=options.cpu_workers,
+            batching=options.batching,
+            max_delay=options.max_delay,
+            tuning=options.tuning,
         )
+        self._merge_bytes = self._bytes_of_merged() if options.batching.merges else 0
         if longest > self._has.max_context:
             raise CapacityError(
                 f"the engine's context holds {self._has.max_context} tokens, too few for a request "
@@ -195,10 +206,14 @@ class OwnEngines:
         return self._kind(
             config=self._config,
             memory=self._memory(),
-            times=times or CostModelTimes(self._profile, self.adapter_bytes, self._options.cpu_workers),
+            times=times or self._times(),
             adapters=self._versions,
             costs=DriftWatch(self._profile),
         )
+
+    def _times(self) -> StepTimes:
+        merge_bytes = dict.fromkeys(self._versions, self._merge_bytes)
+        return CostModelTimes(self._profile, self.adapter_bytes, merge_bytes, self._options.cpu_workers)
 
     def adapter_number(self, version: str) -> int:
         return self._numbers[version]
@@ -206,12 +221,20 @@ class OwnEngines:
     def register(self, simulator: Simulator, adapter: int) -> None:
         version = self._versions[adapter]
         simulator.scheduler.adapters.add(version, self.adapter_bytes[version])
+        if self._merge_bytes > 0:
+            simulator.scheduler.batcher.merged.know(version, self._merge_bytes)
 
     def unstage(self, simulator: Simulator, adapter: int) -> bool:
         """Evict the copy in the engine's host memory; return False if the device is copying it."""
         version = self._versions[adapter]
         simulator.scheduler.adapters.unstage(version)
         return not simulator.is_staged(version)
+
+    def _bytes_of_merged(self) -> int:
+        """Return the bytes of the weights that an adapter is merged into."""
+        modules, subject = {*(self._options.modules or _MODULES)}, self._profile.subject
+        groups = [name for name, linears in GROUPS.items() if modules.intersection(linears)]
+        return layout_bytes(groups, shape_of_key(subject.model), subject.element_bytes)
 
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options

@@ -297,7 +297,9 @@ class Simulator:
         scheduler = self.scheduler
         group = scheduler.group
         assert group is not None, "they join one"
-        now_s = self.now_s = self.now_s + self._times.beside_s(group, chunks)
+        step_s = self._times.beside_s(group, chunks)
+        now_s = self.now_s = self.now_s + step_s
+        scheduler.batcher.pass_time(step_s)
         num_running = len(group) + len(chunks)
         updates = scheduler.end_beside()
         self.recorder.stepped(now_s, updates, num_running=num_running, num_tokens=num_running)
@@ -334,7 +336,9 @@ class Simulator:
         return self._next_repeats
 
     def _take_leap(self, group: DecodeGroup, num_steps: int, repeats: Repeats) -> None:
-        now_s = self.now_s = self.now_s + repeats.sum_s(num_steps)
+        seconds = repeats.sum_s(num_steps)
+        now_s = self.now_s = self.now_s + seconds
+        self.scheduler.batcher.pass_time(seconds)
         num_running = len(group)
         ended = self.scheduler.leap(num_steps)
         self.recorder.leapt(now_s, ended, num_running, num_steps, repeats)

@@ -16,8 +16,6 @@ from loraplex.scheduling.step_features import step_features
 from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.quick_scheduler import StepChunks
 
-"""Bytes of a weight: those of the types that GPUs serve."""
-
 
 class Repeats(NamedTuple):
     """Steps that decode the same requests: seconds of the first, seconds that each takes more than the one
@@ -94,11 +92,18 @@ class StepTimes(Protocol):
 
 
 class CostModelTimes:
-    """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version. `num_workers`: CPU
-    workers."""
+    """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version. `merge_bytes`: bytes
+    of the weights that each is merged into, where that is simulated. `num_workers`: CPU workers."""
 
-    def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int], num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        adapter_bytes: Mapping[str, int],
+        merge_bytes: Mapping[str, int] | None = None,
+        num_workers: int = 0,
+    ) -> None:
         self._model = model
+        self._merge_bytes = merge_bytes or {}
         self._num_workers = num_workers
         self._bytes: Callable[[str], int] = adapter_bytes.__getitem__
         self._step_s = model.step_s
@@ -111,8 +116,11 @@ class CostModelTimes:
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         chunks: Sequence[Chunk] = plan.chunks
         if isinstance(chunks, StepChunks):
-            return self._step_s(chunks.features(self._bytes))
-        return self._step_s(step_features(chunks, self._bytes))
+            features = chunks.features(self._bytes)
+        else:
+            features = step_features(chunks, self._bytes)
+        merge_s = 0.0 if plan.merge is None else self._model.merge_s(self._merge_bytes[plan.merge])
+        return merge_s + self._step_s(features if plan.merged is None else features.on_merged_weights())
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
         num_decodes = len(group)

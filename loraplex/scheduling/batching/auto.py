@@ -18,7 +18,7 @@ class AutoBatching:
     of them for longer than the bound allows.
     """
 
-    merges = True
+    displaces = False
 
     def __init__(self, bound: DelayBound) -> None:
         self._bound = bound

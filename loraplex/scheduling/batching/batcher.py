@@ -12,7 +12,7 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.batching.auto import AutoBatching
 from loraplex.scheduling.batching.dynamic import DynamicBatching
-from loraplex.scheduling.batching.grouped import GroupedQueue
+from loraplex.scheduling.batching.grouped import EndPace, GroupedQueue
 from loraplex.scheduling.batching.merged_only import MergedOnly
 from loraplex.scheduling.batching.policy import ALL, BatchingPolicy, StepBatch, View
 from loraplex.scheduling.batching.thresholds import AdaptiveThresholds
@@ -52,7 +52,7 @@ class Batcher:
 
     def make_queue(self) -> WaitingQueue:
         """Return the queue that the policy admits requests from."""
-        if self._config.batching in (Batching.GROUPED, Batching.AUTO):
+        if self._config.batching.groups:
             return GroupedQueue(self._config.max_delay, self._memory.table.num_bytes)
         return WaitingQueue()
 
@@ -64,7 +64,9 @@ class Batcher:
         if self._policy is None:
             return ALL, list(running)
         max_running = self._config.max_running
-        requests = sorted((*running, *nsmallest(max_running, ready, key=_arrival)), key=_arrival)
+        requests = [*running, *nsmallest(max_running, ready, key=_arrival)]
+        if self._policy.displaces:
+            requests.sort(key=_arrival)
         batch = self._policy.choose(self._view(requests))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL
@@ -82,13 +84,25 @@ class Batcher:
         is_merged = self._last.merged is not None
         self._num_adapters += 0 if is_merged else len(versions) - (None in versions)
         if self._keeps_time:
-            self.now_s += self._step_s(step_features(chunks, self._adapter_bytes), is_merged)
+            self.pass_time(self._step_s(step_features(chunks, self._adapter_bytes), is_merged))
+
+    def pass_time(self, seconds: float) -> None:
+        """Record predicted seconds of steps."""
+        self.now_s += seconds
 
     def forget(self, version: str) -> None:
         """Drop what is recorded of a version that was removed."""
         self.merged.forget(version)
         if self._policy is not None:
             self._policy.forget(version)
+
+    def end_pace(self, running: Sequence[RequestState]) -> EndPace:
+        """Predict when running requests end, if each has as many tokens as it may have."""
+        if not running:
+            return EndPace(0.0, 0.0)
+        lefts = [each.num_left(self._config.max_model_len) for each in running]
+        step_s = self._iteration_s(running, False)
+        return EndPace(min(lefts) * step_s, len(lefts) ** 2 / (sum(lefts) * step_s))
 
     def stats(self) -> BatchingStats:
         credits = self._policy.credits.balances if isinstance(self._policy, DynamicBatching) else {}

@@ -17,7 +17,7 @@ class DynamicBatching:
     first come, first served would run. An adapter that starves runs before all of this.
     """
 
-    merges = True
+    displaces = True
 
     def __init__(self, thresholds: AdaptiveThresholds | None = None, credits: Credits | None = None) -> None:
         self.thresholds = thresholds or AdaptiveThresholds(Tuning.PAPER)

@@ -6,19 +6,19 @@ for each of its waiting requests. A request that has waited as long as the bound
 these. Nothing is reordered while no more requests wait than run.
 
         arrival order   [ a1  b1  c1  b2  d1  b3  a2 ... ]
-        selected        [ b1  b2  b3 | a1  a2 | ...          admitted in this order
-        due             a1: first come, first served would admit it first, and the bound allows two before it
+        admitted        [ b1  b2  b3  a1  a2 ...           a1 was due after b3
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from loraplex.core.batching import DelayBound
 from loraplex.scheduling.request_state import RequestState
@@ -26,21 +26,30 @@ from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _AHEAD: Final = 8
 """Requests to select beyond those that could be admitted now, so that their adapters are loaded in time."""
-_RECENT: Final = 64
-"""Admissions that the rate of admissions is taken from."""
 _FIRST_SELECTED: Final = -(1 << 40)
 """The position of the first selected request: below those of all others, above those of preempted ones."""
-_MAX_STALE: Final = 256
+_USED_SHARE: Final = 0.6
+"""Share of the bound until a request is selected; the rest is for its prompt and for what is not foreseen."""
+_RECENT: Final = 32
+"""Ends of running requests that the rate of ends is taken from."""
 _position = attrgetter("queue_position")
+
+
+class EndPace(NamedTuple):
+    """The pace at which running requests end: the next one in `first_s` seconds, then `per_s` a second."""
+
+    first_s: float
+    per_s: float
 
 
 class GroupedQueue(WaitingQueue):
     """A waiting queue of which some requests are *selected*: they are in front, in the order in which they
     were selected. The others are in order of arrival. Preempted requests come before all of them.
 
-    What the bound allows is counted in admissions: a request is due once as many others were admitted since
-    its arrival as were before it in the queue, and a share of them more, or as many more as are admitted in
-    the bound's seconds.
+    First come, first served would admit a request once as many others were admitted as were before it in the
+    queue. The time of that is when its delay begins, and when the bound decides until when it may last. A
+    free place goes to another request only if those whose turn has come would still be admitted in time, by
+    the rate at which running requests end.
     """
 
     def __init__(self, bound: DelayBound, num_bytes: Callable[[str], int]) -> None:
@@ -52,9 +61,10 @@ class GroupedQueue(WaitingQueue):
         self._num_bytes = num_bytes
         self._selected: OrderedDict[RequestState, None] = OrderedDict()
         self._unselected_on: dict[str | None, OrderedDict[RequestState, None]] = {}
-        self._due: list[tuple[float, int, RequestState]] = []  # a heap: number of admissions, arrival
+        self._turns: deque[tuple[int, RequestState]] = deque()  # admissions before its turn, in order
+        self._due: list[tuple[float, int, RequestState]] = []  # a heap: when it is due, arrival
         self._num_admitted = 0
-        self._admitted_s: deque[float] = deque(maxlen=_RECENT)
+        self._ends_s: deque[float] = deque(maxlen=_RECENT)  # of running requests
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._selected)
@@ -79,12 +89,9 @@ class GroupedQueue(WaitingQueue):
         return super().has_candidates or any(each.adapter is None for each in self._selected)
 
     def append(self, request: RequestState) -> None:
-        num_before = len(self)
+        self._turns.append((self._num_admitted + len(self), request))
         super().append(request)
         self._unselected_on.setdefault(request.adapter, OrderedDict())[request] = None
-        slack = max(self._bound.share * num_before, self._bound.seconds * self._admissions_per_s())
-        self._drop_stale()
-        heapq.heappush(self._due, (self._num_admitted + num_before + slack, request.arrival, request))
 
     def append_front(self, request: RequestState) -> None:
         super().append_front(request)
@@ -96,23 +103,48 @@ class GroupedQueue(WaitingQueue):
         """Record that a request was admitted for the first time. `now_s`: sum of the predicted seconds of
         all steps so far."""
         self._num_admitted += 1
-        self._admitted_s.append(now_s)
+        while self._turns and self._turns[0][0] < self._num_admitted:
+            _, next_one = self._turns.popleft()
+            if next_one in self._requests:
+                due_s = now_s + self._allowed_s(next_one, now_s)
+                heapq.heappush(self._due, (due_s, next_one.arrival, next_one))
 
-    def select(self, running: Iterable[RequestState], num_admissible: int) -> None:
-        """Select requests, until there are as many as can be admitted, and a few more. `running`: the running
-        requests. `num_admissible`: how many requests may join them."""
+    def ended(self, now_s: float) -> None:
+        self._ends_s.append(now_s)
+
+    def select(
+        self,
+        running: Iterable[RequestState],
+        num_admissible: int,
+        num_tokens: int,
+        now_s: float,
+        pace: Callable[[], EndPace],
+    ) -> None:
+        """Select requests, until there are as many as the next step can admit, and a few more. `running`: the
+        running requests. `num_admissible`: how many requests may join them. `num_tokens`: most tokens of
+        prompts in a step. `pace`: predicts when running requests end, which is asked before enough of them
+        have ended."""
         num_running = 0
         active: set[str | None] = {None}  # the base model costs nothing more
         for each in running:
             num_running += 1
             active.add(each.adapter)
-        if len(self) <= num_running:
+        if len(self) <= num_running and not self._due:
             return
         active.update(each.adapter for each in self._selected)
-        while len(self._selected) < num_admissible + _AHEAD and self._unselected_on:
-            request = self._next(active)
+        num_left = num_tokens - sum(len(each.token_ids) for each in islice(self._selected, num_admissible))
+        num_free = self._num_free(num_admissible - len(self._selected), now_s, pace)
+        while self._requests and (
+            len(self._selected) < _AHEAD or (num_left > 0 and len(self._selected) < num_admissible + _AHEAD)
+        ):
+            if num_free >= 1 and len(self) > num_running:
+                request = self._best(active)
+                num_free -= 1
+            else:
+                request = self._earliest()
             self._select(request)
             active.add(request.adapter)
+            num_left -= len(request.token_ids)
 
     def check_integrity(self) -> None:
         """Assert that every request is in one part of the queue, and that the subsets agree with them."""
@@ -120,16 +152,51 @@ class GroupedQueue(WaitingQueue):
         assert not self._selected.keys() & self._requests.keys()
         unselected = [each for group in self._unselected_on.values() for each in group]
         assert len(unselected) == len(self._requests)
-        assert set(unselected) == self._requests.keys() <= {each for _, _, each in self._due}
+        assert set(unselected) == self._requests.keys()
         assert all(self._unselected_on.values())
+        with_turn = {each for _, each in self._turns} | {each for _, _, each in self._due}
+        assert self._requests.keys() <= with_turn
 
-    def _next(self, active: set[str | None]) -> RequestState:
-        """Return the request to select next."""
+    def _num_free(self, num_places: int, now_s: float, pace: Callable[[], EndPace]) -> float:
+        """Return how many places may go to any request, so that all whose turn has come, or comes before the
+        places are taken, are still admitted in time. `num_places`: places that are free, without those of
+        selected requests; below 0 if these wait for places themselves."""
+        first_s, per_s = self._seen_pace(now_s) or pace()
+        self._due = [each for each in self._due if each[2] in self._requests]
+        self._due.sort()
+        dues_s = [due_s for due_s, _, _ in self._due]
+        for num_before, request in self._turns:
+            if num_before >= self._num_admitted + num_places:
+                break
+            if request in self._requests:
+                dues_s.append(now_s + self._allowed_s(request, now_s))
+        return min(
+            (
+                num_places - number + max(due_s - now_s - first_s, 0.0) * per_s
+                for number, due_s in enumerate(sorted(dues_s), start=1)
+            ),
+            default=math.inf,
+        )
+
+    def _allowed_s(self, request: RequestState, now_s: float) -> float:
+        """Return by how much a request may be delayed whose turn comes now."""
+        return _USED_SHARE * self._bound.allowed_s(now_s - request.arrived_s)
+
+    def _seen_pace(self, now_s: float) -> EndPace | None:
+        """Return the pace of recent ends; None if there were too few."""
+        times = self._ends_s
+        if len(times) < _RECENT or now_s <= times[0]:
+            return None
+        return EndPace(0.0, (len(times) - 1) / (now_s - times[0]))
+
+    def _earliest(self) -> RequestState:
+        """Return the request that is due first, or else the oldest one."""
         while self._due and self._due[0][2] not in self._requests:
             heapq.heappop(self._due)
-        due, _, oldest = self._due[0]
-        if due <= self._num_admitted + len(self._selected):
-            return oldest
+        return self._due[0][2] if self._due else next(iter(self._requests))
+
+    def _best(self, active: set[str | None]) -> RequestState:
+        """Return the request that adds the fewest bytes to a step."""
         groups = self._unselected_on
         joinable = active & groups.keys()
         if joinable:
@@ -156,13 +223,3 @@ class GroupedQueue(WaitingQueue):
         del group[request]
         if not group:
             del self._unselected_on[request.adapter]
-
-    def _drop_stale(self) -> None:
-        """Drop what is recorded of requests that are not waiting any more, once it is much."""
-        if len(self._due) > 2 * len(self._requests) + _MAX_STALE:
-            self._due = [each for each in self._due if each[2] in self._requests]
-            heapq.heapify(self._due)
-
-    def _admissions_per_s(self) -> float:
-        times = self._admitted_s
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0

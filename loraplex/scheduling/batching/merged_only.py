@@ -9,7 +9,7 @@ class MergedOnly:
     """Runs the adapter of the oldest request, with all requests on it, until that request ends. So every
     request runs at the latest when it is the oldest. Requests for the base model run on the base weights."""
 
-    merges = True
+    displaces = True
 
     def choose(self, view: View) -> StepBatch:
         if not view.requests:

@@ -45,7 +45,8 @@ def merged_batch(version: str) -> StepBatch:
 class View(NamedTuple):
     """An engine before a step.
 
-    `requests`: the running ones, paused or not, and the waiting ones that could be admitted, oldest first.
+    `requests`: the running ones, paused or not, and the waiting ones that could be admitted, oldest first; if
+    the policy does not displace running requests, these come before all others.
     `max_running`: most requests in a step. `merged`: the version whose merged weights are held. `can_merge`:
     whether a version's merged weights could be held from this step on. `merge_s`: predicted seconds of
     writing them, 0 if they are held. `iteration_s`: predicted seconds of a step with these requests, on
@@ -76,9 +77,10 @@ class View(NamedTuple):
 
 
 class BatchingPolicy(Protocol):
-    """Decides the batch of each step. `merges`: whether it may run steps on merged weights."""
+    """Decides the batch of each step. `displaces`: whether an older request that waits takes the place of a
+    running one."""
 
-    merges: bool
+    displaces: bool
 
     def choose(self, view: View) -> StepBatch:
         """Return the batch of the next step. Called once before each step, in order."""
