@@ -63,10 +63,10 @@ class DeviceArena:
                 self._move_overlapping(move)
 
     def _move_overlapping(self, move: Move) -> None:
-        """Copy piece by piece through a staging buffer, from the upper end down."""
-        assert move.target_byte > move.source_byte
-        for end in range(move.num_bytes, 0, -self._staging.numel()):
-            begin = max(end - self._staging.numel(), 0)
+        """Copy piece by piece through a staging buffer: up from the upper end, down from the lower end."""
+        size = self._staging.numel()
+        pieces = [(begin, min(begin + size, move.num_bytes)) for begin in range(0, move.num_bytes, size)]
+        for begin, end in pieces if move.target_byte < move.source_byte else reversed(pieces):
             piece = self._staging[: end - begin]
             piece.copy_(self.span(move.source_byte + begin, end - begin))
             self.span(move.target_byte + begin, end - begin).copy_(piece)
