@@ -66,13 +66,13 @@ def test_adapters_above_a_lowered_end_go_into_holes_below_it() -> None:
 
 
 def test_where_no_hole_fits_all_are_packed_below_a_lowered_end() -> None:
-    places = places_of(12, a=3, b=3, c=3)
-    shifts = places.lower_end(2)
+    places = places_of(12, a=4, b=3, c=3)
+    shifts = places.lower_end(1)
     assert shifts is not None
-    assert [(s.name, s.source, s.target) for s in shifts] == [("c", 3, 1), ("b", 6, 4), ("a", 9, 7)]
+    assert [(s.name, s.source, s.target) for s in shifts] == [("c", 2, 1), ("b", 5, 4), ("a", 8, 7)]
     assert places.lower_end(2) is None, "there is one unit left"
-    assert places.end == 10
-    places.check_integrity({"a": 3, "b": 3, "c": 3})
+    assert places.end == 11
+    places.check_integrity({"a": 4, "b": 3, "c": 3})
 
 
 def test_what_is_fixed_above_a_lowered_end_keeps_it_where_it_is() -> None:
