@@ -201,11 +201,9 @@ class Arena:
         """Evict and lower the border until the end of the places can be lowered by `size` units. Return
         False, and change nothing, if what is in use or being loaded is in the way."""
         idle, evict = self.table.serving.idle, self.table.serving.evict
-        num_pages = min(self.pool.num_free, self.pool.num_blocks - 1)
-        most_units = self._places.num_free + num_pages * self._page_units
-        if size > most_units + idle.num_bytes // self._unit_bytes:
+        extended = min(self.pool.num_free, self.pool.num_blocks - 1) * self._page_units
+        if size > self._places.num_free + extended + idle.num_bytes // self._unit_bytes:
             return False
-        extended = num_pages * self._page_units
         if not self._places.can_lower_end(size, extended=extended, without=idle.versions):
             return False
         while (num_pages := self._pages_to_lower_end(size)) is None:

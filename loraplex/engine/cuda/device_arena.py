@@ -32,6 +32,8 @@ class DeviceArena:
         self, shape: ModelShape, *, num_pages: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.scratch_slot = num_pages * block_size
+        self.page_bytes = page_bytes(shape, block_size, dtype)
+        self.top = num_pages * self.page_bytes  # the end of what `scheduling.arena` knows of
         size = (num_pages + 1, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
         try:
             pages = torch.zeros(size, dtype=dtype, device=device)
