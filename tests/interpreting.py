@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again."""
+"""Triton's interpreter without what it does again and again, and with products of bfloat16."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 @cache  # several folders' conftest.py ask for it
 def patch_interpreter() -> None:
-    """Have kernels computed as before, in less than half of the time."""
+    """Have kernels computed as before, in less than half of the time; and `tl.dot` of bfloat16, which the
+    interpreter would multiply as the integers that it keeps them in."""
     _patch_once_for_each_function()
     _leave_out_unused_checks()
     _remember_types()
+    _multiply_bfloat16()
 
 
 def _patch_once_for_each_function() -> None:
@@ -54,3 +56,14 @@ def _remember_types() -> None:
         return look_up(element) if isinstance(element, tl.pointer_type) else known(element)
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _multiply_bfloat16() -> None:
+    builder: Any = type(interpreter.interpreter_builder)
+    multiply = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *options: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, a, b, *options)
+
+    builder.create_dot = create_dot

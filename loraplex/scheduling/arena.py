@@ -1,13 +1,16 @@
 """One memory for KV blocks and adapters: blocks from the bottom, adapters from the top, a border that moves.
 
-    page  0   1   2  ...            border                           num_pages
-        | KV | KV | KV | ... | empty | gap | adapter | hole | adapter |
+    page  0   1   2  ...            border                                    num_pages
+        | KV | KV | KV | ... | empty | gap | adapter | hole | adapter | merged |
         `-------- BlockPool --------'`----------- Places ------------'
 
 A page is a KV block over all layers. Adapters take units, several to a page, so that a small adapter does not
 pay for a whole page. When either side is short, unused memory is taken first, then `victims` chooses what to
 evict, a cached block or an adapter. Both can be moved by a copy, so neither blocks the other: blocks move
 down to let the border pass, adapters move up.
+
+Merged weights (`adapters.merged_layout`) lie at the very top while there are any, and nowhere else, because
+captured graphs hold their addresses: adapters that are there move away, or are evicted.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class Arena:
         self._page_units = units_per_page(page_bytes)
         self._unit_bytes = page_bytes // self._page_units
         self._num_pages = num_pages
+        self._merged_units = 0
         self._places = Places(num_pages * self._page_units)
         self._under_way: deque[int] = deque()  # when each step in flight was decided
         self._vacated: list[tuple[int, int, int]] = []  # begin, end, last use; a step in flight may use them
@@ -81,6 +85,30 @@ class Arena:
         quiet = all(end <= start or start + size <= begin for begin, end, _ in self._vacated)
         return AdapterLoad(version=version, place=start * self._unit_bytes, quiet=quiet)
 
+    @property
+    def merged_bytes(self) -> int:
+        return self._merged_units * self._unit_bytes
+
+    @property
+    def merge_place(self) -> int | None:
+        return self._places.end * self._unit_bytes if self._merged_units > 0 else None
+
+    def take_merged(self, num_bytes: int) -> bool:
+        more_units = -(-num_bytes // self._unit_bytes) - self._merged_units
+        if more_units <= 0:
+            self._raise_end(-more_units)
+            return True
+        if not self._make_room_below(more_units):
+            return False
+        shifts = self._places.lower_end(more_units)
+        assert shifts is not None
+        self._record(shifts)
+        self._merged_units += more_units
+        return True
+
+    def give_back_merged(self) -> None:
+        self._raise_end(self._merged_units)
+
     def step_decided(self) -> None:
         self._under_way.append(next(self._uses))
 
@@ -98,8 +126,11 @@ class Arena:
         return moves
 
     def check_integrity(self) -> None:
-        """Assert that blocks and adapters fill the arena up to the border from both sides."""
+        """Assert that blocks, adapters and merged weights fill the arena, up to the border from both
+        sides."""
         assert self.pool.num_blocks * self._page_units == self._places.begin
+        assert self._places.end + self._merged_units == self._num_pages * self._page_units
+        assert self._merged_units >= 0
         self._places.check_integrity(
             {version: size // self._unit_bytes for version, size in self.table.held_bytes().items()}
         )
@@ -165,6 +196,52 @@ class Arena:
         else:
             evict(victim)
         return True
+
+    def _make_room_below(self, size: int) -> bool:
+        """Evict and lower the border until the end of the places can be lowered by `size` units. Return
+        False, and change nothing, if what is in use or being loaded is in the way."""
+        idle, evict = self.table.serving.idle, self.table.serving.evict
+        extended = min(self.pool.num_free, self.pool.num_blocks - 1) * self._page_units
+        if size > self._places.num_free + extended + idle.num_bytes // self._unit_bytes:
+            return False
+        if not self._places.can_lower_end(size, extended=extended, without=idle.versions):
+            return False
+        while (num_pages := self._pages_to_lower_end(size)) is None:
+            num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
+            missing_units = size - self._places.num_free - num_empty * self._page_units
+            short = max(missing_units, 1) * self._unit_bytes
+            victim = next_victim(idle, self.pool.cached, short=short)
+            assert victim is not None, "without any victims there was room"
+            if isinstance(victim, CachedBlock):
+                self.pool.empty(victim)
+            else:
+                evict(victim)
+        if num_pages > 0:
+            self._lower_border(num_pages)
+        return True
+
+    def _pages_to_lower_end(self, size: int) -> int | None:
+        """Return how many empty blocks to give to the gap before the end is lowered; None if all of them are
+        too few."""
+        places = self._places
+        num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
+        fewest = max(-(-(size - places.num_free) // self._page_units), 0)
+        if fewest > num_empty:
+            return None
+        # With a gap for all adapters that have to move, no others need to; empty blocks cost nothing.
+        enough = max(-(-(places.num_units_above(places.end - size) - places.gap) // self._page_units), fewest)
+        for num_pages in (min(enough, num_empty), num_empty):  # all of them are needed only around loads
+            if places.can_lower_end(size, extended=num_pages * self._page_units):
+                return num_pages
+        return None
+
+    def _raise_end(self, size: int) -> None:
+        """Give the lowest part of the merged weights' memory to adapters."""
+        begin = self._places.end
+        self._places.raise_end(size)
+        self._merged_units -= size
+        if size > 0:
+            self._vacate(begin, begin + size, next(self._uses))
 
     def _lower_border(self, num_pages: int) -> None:
         last = self.pool.num_blocks

@@ -23,6 +23,7 @@ UNIT = 256
 HOST_PAGE = 4096
 PAGE = 8 * UNIT
 BLOCK_SIZE = 4
+MERGED_PAGES = 4
 
 
 def arena_of(num_pages: int, host_bytes: int = 0) -> Arena:
@@ -275,14 +276,21 @@ class World:
         host_units: int | None = None,
         cold_start: ColdStart = ColdStart.OVERLAP,
         loads_popular: bool = False,
+        merges: bool = False,
     ) -> None:
+        """`merges`: memory for merged weights is taken and given back at random; so many more pages are there
+        for it."""
+        self.max_merged = MERGED_PAGES * 8 if merges else 0
+        self.merged = range(0)  # units of the merged weights
+        self.num_takes = 0
+        num_pages += self.max_merged // 8
         self.arena = arena_of(num_pages, (host_units or 0) * HOST_PAGE)
         self.host: dict[int, str] = {}  # by page
         self.reading: list[AdapterRead] = []
         self.memory = TrackedMemory(num_pages)
         self.random = random.Random(seed)
         config = SchedulerConfig(
-            max_model_len=(num_pages - max(sizes) // 8 - 1) * BLOCK_SIZE,
+            max_model_len=(num_pages - self.max_merged // 8 - max(sizes) // 8 - 1) * BLOCK_SIZE,
             work=StepWork(max_tokens=12),
             max_running=max_running,
             prefetch_depth=4,
@@ -335,6 +343,7 @@ class World:
             else:
                 self._write_host(read, read.version)
                 self.scheduler.adapter_read(read.version)
+        writes_merged = self.max_merged > 0 and self.random.random() < 0.3 and self._change_merged()
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.seats.difference_update(plan.preempted)
@@ -344,6 +353,9 @@ class World:
             self.memory.move(move)
             if move.version in self.places:
                 self.places[move.version] = move.target_byte
+        if writes_merged:
+            for unit in self.merged:
+                self.memory.units[unit] = f"merged {self.num_takes}"
         for read in plan.adapter_reads:
             self._write_host(read, "half of an adapter")
             self.reading.append(read)
@@ -353,6 +365,9 @@ class World:
             self.loading.append(load)
             for _, _, touched in self.flights if load.quiet and not plan.moves else ():
                 assert touched.isdisjoint(self._units(load.version)), "a load beside a step that looks there"
+        for unit in self.merged:
+            found = self.memory.units[unit]
+            assert found == f"merged {self.num_takes}", "merged weights were overwritten"
         self.seats.update(chunk.request_id for chunk in plan.chunks)
         assert len(self.seats) <= 2 * self.max_running, "more seats than there are"
         if plan.chunks:
@@ -363,6 +378,28 @@ class World:
         for failure in self.scheduler.take_failures():
             self.ended[failure.request_id] = failure.error
         self.seats.difference_update(self.ended)
+
+    def _change_merged(self) -> bool:
+        """Take memory for merged weights, other than before, or give it back. Return whether they are to be
+        written."""
+        num_units, arena = self.random.choice([0, 1, 5, self.max_merged]), self.arena
+        before = arena.merged_bytes
+        if num_units == 0:
+            arena.give_back_merged()
+            self.merged = range(0)
+        elif not arena.take_merged(num_units * UNIT - self.random.randrange(UNIT)):
+            assert arena.merged_bytes == before
+            return False
+        else:
+            assert arena.merge_place is not None
+            top = len(self.memory.units)
+            self.merged = range(arena.merge_place // UNIT, top)
+            assert len(self.merged) == num_units
+            self.num_takes += 1
+        assert arena.merged_bytes == num_units * UNIT
+        self.scheduler.adapters.pins._follow_moves(self.scheduler._running)
+        arena.check_integrity()
+        return num_units > 0
 
     def _run(self, plan: StepPlan) -> dict[str, int]:
         sampled = {}
@@ -406,7 +443,8 @@ class World:
         """Units that a step reads or writes."""
         blocks = {block for chunk in plan.chunks for block in chunk.block_ids}
         adapters = {chunk.adapter for chunk in plan.chunks if chunk.adapter is not None}
-        return {block * 8 + n for block in blocks for n in range(8)}.union(*map(self._units, adapters))
+        used = {block * 8 + n for block in blocks for n in range(8)}
+        return used.union(self.merged, *map(self._units, adapters))
 
     def _units(self, version: str) -> range:
         start = self.places[version] // UNIT
@@ -430,6 +468,7 @@ class World:
     host_units=st.none() | st.integers(0, 12),
     cold_start=st.sampled_from([ColdStart.OVERLAP, ColdStart.PIPELINED]),
     loads_popular=st.booleans(),
+    merges=st.booleans(),
 )
 def test_whatever_moves_everybody_finds_what_they_left(
     num_pages: int,
@@ -440,8 +479,9 @@ def test_whatever_moves_everybody_finds_what_they_left(
     host_units: int | None,
     cold_start: ColdStart,
     loads_popular: bool,
+    merges: bool,
 ) -> None:
-    world = World(num_pages, sizes, max_running, seed, host_units, cold_start, loads_popular)
+    world = World(num_pages, sizes, max_running, seed, host_units, cold_start, loads_popular, merges)
     for index in range(num_requests):
         world.add(str(index))
         for _ in range(world.random.randint(0, 3)):
@@ -452,3 +492,92 @@ def test_whatever_moves_everybody_finds_what_they_left(
         world.step()
     assert world.ended == dict.fromkeys(map(str, range(num_requests))), "lost, or failed for want of memory"
     assert world.arena.pool.num_free == world.arena.pool.num_blocks
+    world.arena.give_back_merged()
+    world.arena.check_integrity()
+
+
+def test_merged_weights_lie_at_the_top_and_adapters_move_below() -> None:
+    arena = arena_of(8)
+    for name in "abc":
+        bring_in(arena, name, 5)
+    arena.take_moves()
+    assert arena.take_merged(9 * UNIT - 100)
+    assert arena.merge_place == 8 * PAGE - 9 * UNIT
+    assert arena.merged_bytes == 9 * UNIT
+    arena.take_block_moves()
+    arena.check_integrity()
+    assert {move.version for move in arena.take_moves()} == {"a", "b"}
+    assert arena.table.serving.take_evictions() == [], "there was room for all"
+    assert arena.pool.num_blocks == 4, "the one that did not move lies between them"
+    arena.give_back_merged()
+    assert (arena.merge_place, arena.merged_bytes) == (None, 0)
+    arena.check_integrity()
+
+
+def test_merged_weights_evict_what_was_idle_for_longest_and_nothing_in_use() -> None:
+    arena = arena_of(6)
+    bring_in(arena, "old", 8)
+    bring_in(arena, "young", 8)
+    arena.table.enter("young")
+    assert arena.table.acquire("young")
+    held = arena.pool.allocate(2)
+    assert held is not None
+    assert not arena.take_merged(4 * PAGE), "one adapter and two blocks are in use"
+    assert arena.table.serving.take_evictions() == []
+    assert arena.merged_bytes == 0
+    arena.check_integrity()
+    assert arena.take_merged(3 * PAGE)
+    arena.take_block_moves()
+    arena.check_integrity()
+    assert arena.table.serving.take_evictions() == ["old"]
+    assert arena.pool.num_blocks == 2
+    assert not arena.table.is_absent("young")
+    assert arena.pool.allocate(1) is None
+
+
+def test_an_adapter_that_loads_at_the_top_keeps_merged_weights_away() -> None:
+    arena = arena_of(6)
+    arena.table.add("a", UNIT)
+    arena.table.enter("a")
+    assert arena.table.acquire("a")
+    arena.take_block_moves()
+    assert not arena.take_merged(PAGE)
+    assert not arena.take_moves()
+    arena.table.loaded("a")
+    assert arena.take_merged(PAGE)
+    assert [move.version for move in arena.take_moves()] == ["a"]
+
+
+def test_merged_weights_of_fewer_linears_give_back_the_lower_part() -> None:
+    arena = arena_of(6)
+    assert arena.take_merged(4 * PAGE)
+    arena.take_block_moves()
+    assert arena.take_merged(PAGE)
+    assert arena.merge_place == 5 * PAGE
+    blocks = arena.pool.allocate(5)
+    assert blocks == [0, 1, 2, 3, 4]
+    assert arena.pool.allocate(1) is None
+
+
+def test_memory_of_merged_weights_that_a_step_under_way_may_read_is_not_quiet() -> None:
+    arena = arena_of(3)
+    assert arena.take_merged(2 * PAGE)
+    arena.take_block_moves()
+    arena.step_decided()
+    arena.give_back_merged()
+    for name in "ab":
+        arena.table.add(name, 8 * UNIT)
+        arena.table.enter(name)
+    assert arena.table.acquire("a")
+    assert not arena.load_of("a").quiet
+    arena.step_landed()
+    arena.take_block_moves()
+    assert arena.table.acquire("b")
+    assert arena.load_of("b").quiet
+
+
+def test_more_than_the_arena_is_never_taken() -> None:
+    arena = arena_of(4)
+    assert not arena.take_merged(4 * PAGE), "no request could run without a block"
+    assert arena.take_merged(3 * PAGE)
+    assert arena.pool.num_blocks == 1

@@ -25,6 +25,7 @@ from loraplex.engine.cuda.graphs import GraphRecorder
 from loraplex.engine.cuda.host_blocks import HostBlocks, HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
+from loraplex.engine.cuda.merge_buffer import MergeBuffer
 from loraplex.engine.cuda.options import CudaOptions
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
@@ -126,7 +127,9 @@ def assemble_shard(
     device = torch.device("cuda", shard.index)
     with ExitStack() as undo:
         num_workers = _num_workers(options, local.shape, device.type)
-        compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device, num_workers)
+        compilation = KernelCompilation.begin(
+            local, options.dtype, options.block_size, device, num_workers, merges=options.merges
+        )
         if compilation is not None:
             undo.callback(compilation.close)
         weights = reading.finish(report)
@@ -183,6 +186,7 @@ def _build_executor(
         assist = _start_workers(options, shape, device, memory)
         if assist is not None:
             undo.callback(assist.close)
+        merge_buffer = MergeBuffer(shape, options.dtype, arena)
         executor = CudaExecutor(
             decoder=decoder,
             runner=StepRunner(
@@ -195,6 +199,8 @@ def _build_executor(
                 device=device,
                 recorder=GraphRecorder(device) if device.type == "cuda" else None,
                 assist=None if assist is None else assist.memory,
+                merged_memory=merge_buffer.weight,
+                captures_merged=options.merges,
             ),
             builder=BatchBuilder(kernels, options.block_size),
             arena=arena,
@@ -202,6 +208,7 @@ def _build_executor(
             device=device,
             num_seats=num_seats,
             reads=reads,
+            merge_buffer=merge_buffer,
             assist=assist,
         )
         undo.pop_all()

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from loraplex.core.errors import KernelError
-from loraplex.core.modules import GROUPS
+from loraplex.core.modules import GROUPS, MODULES
 from loraplex.core.paths import cache_dir
 from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.cpu_assist import meta_memory
@@ -37,6 +37,7 @@ from loraplex.engine.cuda.streams import use_device
 from loraplex.engine.cuda.triton_hash import hash_triton
 from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
+from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 from loraplex.kernels.triton.decode_attention import choose_num_splits, has_many_programs
 from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches
 from loraplex.kernels.triton.launcher_modules import load_modules_apart
@@ -58,14 +59,15 @@ _PROMPT_ROWS: Final = (64, MIXED_ROWS[-1])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledFor:
-    """The target of a compilation: a shard of a model, the layout of its memory, and the number of CPU
-    workers."""
+    """The target of a compilation: a shard of a model, the layout of its memory, the number of CPU workers,
+    and whether adapters are merged."""
 
     config: ModelConfig
     dtype: torch.dtype
     block_size: int
     num_sms: int
     num_workers: int = 0
+    merges: bool = False
 
 
 class KernelCompilation:
@@ -89,6 +91,8 @@ class KernelCompilation:
         block_size: int,
         device: torch.device,
         num_workers: int = 0,
+        *,
+        merges: bool = False,
     ) -> KernelCompilation | None:
         """Start to compile; None where kernels are interpreted and there is nothing to compile."""
         if device.type != "cuda":
@@ -99,6 +103,7 @@ class KernelCompilation:
             block_size=block_size,
             num_sms=multiprocessors(device),
             num_workers=num_workers,
+            merges=merges,
         )
         return cls(wanted, device)
 
@@ -137,8 +142,9 @@ def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
     arena = DeviceArena(
         shape, num_pages=_PAGES, block_size=wanted.block_size, dtype=wanted.dtype, device=_META
     )
+    decoder = Decoder(config, meta_weights(config, wanted.dtype), kernels, wanted.block_size)
     runner = StepRunner(
-        decoder=Decoder(config, meta_weights(config, wanted.dtype), kernels, wanted.block_size),
+        decoder=decoder,
         caches=arena.caches,
         num_seats=1,
         max_blocks=_TABLE_WIDTH,
@@ -151,6 +157,8 @@ def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
     with collect_launches() as found:
         for key in _all_variants(shape, wanted.num_sms, assisted=wanted.num_workers > 0):
             runner.launch_padding(key)
+        if wanted.merges:
+            decoder.merge(_meta_adapter(shape))
     return list(found.values())
 
 
@@ -172,6 +180,12 @@ def _all_variants(shape: ModelShape, num_sms: int, *, assisted: bool) -> Iterato
         sizes = [size for size in all_graph_sizes(_TABLE_WIDTH, shape.num_layers) if size.spans > 0]
         for size in {(size.span_tiles - 1).bit_length(): size for size in sizes}.values():
             yield GraphKey(replace(size, assists=MAX_SPANS), groups, False)
+
+
+def _meta_adapter(shape: ModelShape) -> LoraWeights:
+    """Return an adapter without memory that touches all linears."""
+    table_LM = torch.empty(shape.num_layers, len(MODULES), TABLE_COLUMNS, dtype=torch.int64, device=_META)
+    return LoraWeights(groups=(), table_LM=table_LM, max_rank=1, touched=frozenset(GROUPS))
 
 
 def keep_compiled_kernels() -> None:

@@ -32,6 +32,8 @@ class DeviceArena:
         self, shape: ModelShape, *, num_pages: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.scratch_slot = num_pages * block_size
+        self.page_bytes = page_bytes(shape, block_size, dtype)
+        self.top = num_pages * self.page_bytes  # the end of what `scheduling.arena` knows of
         size = (num_pages + 1, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
         try:
             pages = torch.zeros(size, dtype=dtype, device=device)
@@ -63,10 +65,10 @@ class DeviceArena:
                 self._move_overlapping(move)
 
     def _move_overlapping(self, move: Move) -> None:
-        """Copy piece by piece through a staging buffer, from the upper end down."""
-        assert move.target_byte > move.source_byte
-        for end in range(move.num_bytes, 0, -self._staging.numel()):
-            begin = max(end - self._staging.numel(), 0)
+        """Copy piece by piece through a staging buffer: up from the upper end, down from the lower end."""
+        size = self._staging.numel()
+        pieces = [(begin, min(begin + size, move.num_bytes)) for begin in range(0, move.num_bytes, size)]
+        for begin, end in pieces if move.target_byte < move.source_byte else reversed(pieces):
             piece = self._staging[: end - begin]
             piece.copy_(self.span(move.source_byte + begin, end - begin))
             self.span(move.target_byte + begin, end - begin).copy_(piece)

@@ -30,6 +30,7 @@ from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Transfer
 from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_once, draw_tokens, stays_on_device
+from loraplex.engine.cuda.merge_buffer import MergeBuffer
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT, HostBlock
 from loraplex.engine.cuda.step_lora import to_device
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
@@ -96,9 +97,10 @@ class CudaExecutor:
         device: torch.device,
         num_seats: int,
         reads: AdapterReads,
+        merge_buffer: MergeBuffer,
         assist: CpuAssist | None = None,
     ) -> None:
-        """`reads`: fills the host blocks of `store`."""
+        """`reads`: fills the host blocks of `store`. `merge_buffer`: must be that of `runner`."""
         self._decoder = decoder
         self._runner = runner
         self._builder = builder
@@ -107,6 +109,8 @@ class CudaExecutor:
         self._device = device
         self._reads = reads
         self._assist = assist
+        self._merge_buffer = merge_buffer
+        self._merged: tuple[str, frozenset[str]] | None = None  # a version, and the groups that it touches
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters being copied, in copy order
         self._behind_launch: list[Transfer] = []  # not needed by the step launched next
@@ -201,6 +205,26 @@ class CudaExecutor:
                 weights[move.version] = self._store.moved(weights[move.version], move.target_byte)
 
     @property
+    def why_not_merged(self) -> str | None:
+        return self._decoder.why_not_merged or self._merge_buffer.why_not_merged
+
+    def merge_bytes(self, spec: AdapterSpec) -> int | None:
+        return self._merge_buffer.num_bytes(touched_groups(spec))
+
+    def merge_adapter(self, version: str, place: int | None) -> None:
+        assert version not in self._arrivals, "an adapter is merged before it is on the device"
+        weights = self._adapters.weights[version]
+        assert place is not None
+        assert place <= self._merge_buffer.begin(weights.touched), "others have some of this memory"
+        self._decoder.merge(weights, self._merge_buffer.weight)
+        self._merged = version, weights.touched
+
+    def drop_merged(self) -> None:
+        """Free their memory: whatever uses it next runs after the steps that read it (see
+        `evict_adapter`)."""
+        self._merged = None
+
+    @property
     def read_counts(self) -> ReadCounts:
         return self._reads.counts
 
@@ -226,7 +250,10 @@ class CudaExecutor:
         return self._adapters.overdue(deadline_s)
 
     def expect(self, spec: AdapterSpec) -> None:
-        self._runner.expect(touched_groups(spec))
+        groups = touched_groups(spec)
+        self._runner.expect(groups)
+        if self._merge_buffer.num_bytes(groups) is not None:
+            self._runner.expect_merged(groups)
 
     @property
     def num_workers(self) -> int:
@@ -275,8 +302,10 @@ class CudaExecutor:
         while self._host_blocks_in_use and self._host_blocks_in_use[0][0].passed:
             self._host_blocks_in_use.popleft()
         scored = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
-        built = self._builder.build(plan.chunks, self._adapters.weights, all_rows_of=scored)
-        output = self._run(built)
+        merged = self._merged_groups(plan)
+        adapters = self._adapters.weights if plan.merged is None else None
+        built = self._builder.build(plan.chunks, adapters, all_rows_of=scored)
+        output = self._run(built, merged)
         prompt_logprobs = {
             chunk.request_id: score_prompt(
                 self._decoder,
@@ -310,7 +339,16 @@ class CudaExecutor:
             assist=self._assist,
         )
 
-    def _run(self, built: BuiltBatch) -> StepOutput:
+    def _merged_groups(self, plan: StepPlan) -> frozenset[str]:
+        """Return the groups of linears for which a step uses merged weights."""
+        if plan.merged is None:
+            return frozenset()
+        assert self._merged is not None, "nothing is merged"
+        version, groups = self._merged
+        assert plan.merged == version, f"{version} is merged, not {plan.merged}"
+        return groups
+
+    def _run(self, built: BuiltBatch, merged: frozenset[str]) -> StepOutput:
         follows: list[bool] = []
         row_seats: list[int] = []
         for chunk in built.chunks:
@@ -322,7 +360,7 @@ class CudaExecutor:
             logit_seats[row] = self._seats[request_id]
         seats = RowSeats(follows=follows, rows=row_seats, logits=logit_seats)
         assisted = self._assisted_tasks(built)
-        output = self._runner.run(built, seats, self._wanted_copies(built, assisted), assisted)
+        output = self._runner.run(built, seats, self._wanted_copies(built, assisted), assisted, merged)
         for span in assisted.spans if assisted is not None else ():
             self._assisted_steps[span.arrival.transfer.spec.version] = Moment(self._device)
         return output

@@ -1,9 +1,10 @@
 """The captured graphs: which one a step replays, and which are captured next.
 
-A graph is captured for sizes rounded up (`step_sizes`), for the groups of linears that adapters touch, and
-for whether decoding rows share adapters. One with larger sizes or more groups can be replayed in its place:
-the difference is padding, whose programs return at once. So a few graphs cover all steps with the known
-adapters, and the engine is ready when it has them; the exact ones are captured while it is idle.
+A graph is captured for sizes rounded up (`step_sizes`), for the groups of linears that adapters touch, for
+whether decoding rows share adapters, and for the groups whose merged weights it reads. One with larger sizes
+or more touched groups can be replayed in its place: the difference is padding, whose programs return at once.
+So a few graphs cover all steps with the known adapters, and the engine is ready when it has them; the exact
+ones are captured while it is idle.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ G = TypeVar("G")
 
 
 class GraphKey(NamedTuple):
-    """The properties that a graph is captured for: sizes, the groups of linears that adapters touch, and
-    whether decoding rows share adapters."""
+    """The properties that a graph is captured for: sizes, the groups of linears that adapters touch, whether
+    decoding rows share adapters, and the groups that read merged weights instead of the base model's."""
 
     sizes: StepSizes
     groups: frozenset[str]
     shares: bool
+    merged: frozenset[str] = frozenset()
 
     def covers(self, other: GraphKey) -> bool:
         """Return whether a step that asks for the other graph may replay this one. Rows that share an adapter
         may also be computed one by one."""
         return (
-            self.groups >= other.groups
+            self.merged == other.merged
+            and self.groups >= other.groups
             and (other.shares or not self.shares)
             and self.sizes.covers(other.sizes)
         )
@@ -71,11 +74,16 @@ class Choice(Generic[G]):
 class GraphQueue(Generic[G]):
     """The graphs of one device."""
 
-    def __init__(self, max_blocks: int, num_layers: int, *, assisted: bool = False) -> None:
-        """`assisted`: there are CPU workers, so graphs of steps with them are captured too."""
+    def __init__(
+        self, max_blocks: int, num_layers: int, *, assisted: bool = False, captures_merged: bool = False
+    ) -> None:
+        """`assisted`: there are CPU workers, so graphs of steps with them are captured too.
+        `captures_merged`: so are graphs of steps on merged weights; otherwise these steps have none."""
         self._max_blocks = max_blocks
         self._num_layers = num_layers
         self._assisted = assisted
+        self._captures_merged = captures_merged
+        self._merged_families: set[frozenset[str]] = set()  # groups that single adapters are merged into
         self._graphs: dict[GraphKey, G] = {}
         self._choices: dict[GraphKey, Choice[G] | None] = {}
         self._families: set[frozenset[str]] = set()  # groups that single adapters touch
@@ -90,9 +98,16 @@ class GraphQueue(Generic[G]):
         """Announce adapters that touch these groups of linears."""
         self._families.add(groups)
 
+    def expect_merged(self, groups: frozenset[str]) -> None:
+        """Announce steps on merged weights of adapters that touch these groups."""
+        if self._captures_merged:
+            self._merged_families.add(groups)
+
     def choose(self, key: GraphKey) -> Choice[G] | None:
         """Return the graph for a step, or the one that covers it at the least cost; None if there is none. A
         missing graph is captured when the engine is idle."""
+        if key.merged and not self._captures_merged:
+            return None
         if key not in self._choices:
             covering = min((k for k in self._graphs if k.covers(key)), key=lambda k: k.cost, default=None)
             self._choices[key] = (
@@ -140,6 +155,8 @@ class GraphQueue(Generic[G]):
                 yield GraphKey(size, groups, False)
                 if groups and size.spans == 0:
                     yield GraphKey(size, groups, True)
+        for merged in self._merged_sets:
+            yield from (GraphKey(size, frozenset(), False, merged) for size in sizes)
 
     def _required(self) -> dict[GraphKey, None]:
         """Return the graphs without which the engine is not ready, in the order of capture."""
@@ -155,8 +172,17 @@ class GraphQueue(Generic[G]):
                 *(GraphKey(size, self._union, False) for size in coarse),
                 *(GraphKey(size, self._union, False) for size in assisted if self._union),
                 *(GraphKey(size, _ALL_GROUPS, False) for size in fewest),
+                *(
+                    GraphKey(size, frozenset(), False, merged)
+                    for merged in self._merged_sets
+                    for size in coarse
+                ),
             )
         )
+
+    @property
+    def _merged_sets(self) -> list[frozenset[str]]:
+        return sorted(self._merged_families, key=sorted)
 
     @property
     def _union(self) -> frozenset[str]:

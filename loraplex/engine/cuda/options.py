@@ -21,7 +21,8 @@ class CudaOptions:
     instead of it, bytes for KV blocks and adapters together. `host_bytes`: the budget for adapters in host
     memory. `cold_start`: the policy for requests whose adapter is not on the device. `cpu_workers`: number of
     processes that compute LoRA for adapters being copied; None: by the machine's cores, where the policy uses
-    workers.
+    workers. `merges`: be prepared for steps on merged weights: their kernels are compiled ahead, and they
+    have graphs.
 
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
     two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate.
@@ -38,5 +39,6 @@ class CudaOptions:
     cold_start: ColdStart = ColdStart.AUTO
     cpu_workers: int | None = None
     loads_popular: bool = False
+    merges: bool = False
     padded_to: int | None = None
     max_copy_bytes_per_s: float | None = None

@@ -29,7 +29,7 @@ from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.kernels.triton.lora_rows import FEW_SEGMENTS
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
-from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.decoder import Decoder, KVCache, Linears, WeightMemory
 from loraplex.perf.assist_split import MAX_SPANS
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,12 @@ class StepRunner:
         device: torch.device,
         recorder: Recorder | None,
         assist: AssistMemory | None = None,
+        merged_memory: WeightMemory | None = None,
+        captures_merged: bool = False,
     ) -> None:
         """`ticket_1`: number of the last complete copy to the device. `recorder`: None to run all steps
-        kernel by kernel. `assist`: memory shared with CPU workers, if there are any."""
+        kernel by kernel. `assist`: memory shared with CPU workers, if there are any. `merged_memory`: where
+        merged weights lie; None if no step runs on them. `captures_merged`: such steps have graphs, too."""
         self._decoder = decoder
         self._num_layers = decoder.config.shape.num_layers
         self._caches = caches
@@ -111,8 +114,10 @@ class StepRunner:
         self._device = device
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
         self._graphs: GraphQueue[_Graph] = GraphQueue(
-            max_blocks, self._num_layers, assisted=assist is not None
+            max_blocks, self._num_layers, assisted=assist is not None, captures_merged=captures_merged
         )
+        self._merged_memory = merged_memory
+        self._merged_linears: dict[frozenset[str], Linears] = {}  # by the groups that are merged
         self._launched: set[tuple[object, ...]] = set()  # what was run before a capture (`_traits`)
         self._recorder = recorder
         self._assist = assist
@@ -127,13 +132,15 @@ class StepRunner:
         seats: RowSeats,
         wanted_copies: npt.NDArray[np.int64] | None = None,
         assisted: AssistedTasks | None = None,
+        merged: frozenset[str] = frozenset(),
     ) -> StepOutput:
         """Launch a step after those launched before. `wanted_copies`: numbers of the copies that it waits
         for, by place (`kernels.triton.gate`); only for steps with prompts. `assisted`: tasks that were
-        submitted to CPU workers for it."""
+        submitted to CPU workers for it. `merged`: groups of linears that use merged weights, for a batch
+        without LoRA products."""
         lora = split_segments(built.batch)
         num_assisted = 0 if assisted is None else len(assisted.spans)
-        choice = self._choose_graph(built, lora, num_assisted)
+        choice = self._choose_graph(built, lora, num_assisted, merged)
         if choice is not None:
             graph = choice.graph
             lora = self._cut_for(choice.key, built, lora)
@@ -146,7 +153,7 @@ class StepRunner:
         block = DeviceBlock(sizes, memory)
         host_block = self._fill(sizes, built, lora, seats, wanted_copies, assisted)
         block.upload(host_block)
-        states_LH, logits_LV = self._forward(block, self._lora_steps(lora, block))
+        states_LH, logits_LV = self._forward(block, self._lora_steps(lora, block), merged)
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
         return StepOutput(
@@ -172,6 +179,10 @@ class StepRunner:
     def expect(self, groups: frozenset[str]) -> None:
         """Announce steps whose adapters touch these groups of linears."""
         self._graphs.expect(groups)
+
+    def expect_merged(self, groups: frozenset[str]) -> None:
+        """Announce steps on merged weights of adapters that touch these groups."""
+        self._graphs.expect_merged(groups)
 
     @property
     def num_required(self) -> int:
@@ -199,16 +210,24 @@ class StepRunner:
         )
         block.upload(self._host_block(key.sizes))
         lora = no_tiles(key.groups, shares=key.shares, num_rows=key.sizes.rows)
-        _, logits_LV = self._forward(block, self._lora_steps(lora, block))
+        _, logits_LV = self._forward(block, self._lora_steps(lora, block), key.merged)
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
 
-    def _choose_graph(self, built: BuiltBatch, lora: StepLora, num_assisted: int) -> Choice[_Graph] | None:
+    def _choose_graph(
+        self,
+        built: BuiltBatch,
+        lora: StepLora,
+        num_assisted: int,
+        merged: frozenset[str] = frozenset(),
+    ) -> Choice[_Graph] | None:
         """Return the graph that a step replays; None if none covers it."""
         if self._buffers is None:
             return None
         sizes = graph_sizes(built, self._max_blocks, self._num_layers, num_assisted)
-        return None if sizes is None else self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares))
+        if sizes is None:
+            return None
+        return self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares, merged))
 
     def _lora_steps(
         self, lora: StepLora, block: DeviceBlock, scratch: StepScratch | None = None
@@ -231,9 +250,12 @@ class StepRunner:
         return (*steps[:-1], AssistedStep(on_device=steps[-1], spans=spans))
 
     def _forward(
-        self, block: DeviceBlock, lora: tuple[LoraStep | AssistedStep, ...]
+        self,
+        block: DeviceBlock,
+        lora: tuple[LoraStep | AssistedStep, ...],
+        merged: frozenset[str] = frozenset(),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the model; return final states and logits."""
+        """Launch the model; return final states and logits. `merged`: groups that use merged weights."""
         token_ids_T = pick_tokens(
             block["token_ids"], block["follows"], block["token_seats"], self.last_tokens
         )
@@ -244,8 +266,17 @@ class StepRunner:
             step.gather()
         max_span_len = block.sizes.rows if block.sizes.spans > 0 else 0
         batch = block.batch(token_ids_T, max_span_len, lora, gate)
-        states_LH = self._decoder.forward(batch, self._caches)
+        states_LH = self._decoder.forward(batch, self._caches, self._linears(merged))
         return states_LH, self._decoder.logits(states_LH)
+
+    def _linears(self, merged: frozenset[str]) -> Linears | None:
+        """Return the linears over the merged weights of these groups; None for the base model's."""
+        if not merged:
+            return None
+        if merged not in self._merged_linears:
+            assert self._merged_memory is not None
+            self._merged_linears[merged] = self._decoder.linears_over(merged, self._merged_memory)
+        return self._merged_linears[merged]
 
     def _choose_greedily(self, block: DeviceBlock, logits_LV: torch.Tensor, tokens_L2: torch.Tensor) -> None:
         if logits_LV.shape[0] > 0:
@@ -263,7 +294,7 @@ class StepRunner:
 
         def run() -> None:
             # Copied: the pool's memory that holds a graph's result could not be used by other graphs.
-            logits_LV.copy_(self._forward(block, steps)[1])
+            logits_LV.copy_(self._forward(block, steps, key.merged)[1])
             self._choose_greedily(block, logits_LV, tokens_L2)
 
         traits = set(_traits(key))

@@ -13,9 +13,10 @@ from loraplex.core.modules import GROUPS
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import PackedLinear
-from loraplex.kernels.lora import LoraSegment
+from loraplex.kernels.lora import LoraSegment, LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.kernels.triton.decode_attention import DecodeScratch, choose_num_splits, decode_attention
+from loraplex.kernels.triton.merge import merge_group
 from loraplex.kernels.triton.prefill_attention import prefill_attention
 from loraplex.kernels.triton.rope import rope_and_cache
 from loraplex.kernels.triton.rows import add_rms_norm, rms_norm, silu_mul
@@ -146,6 +147,20 @@ class TritonKernels(TorchKernels):
         touched = frozenset[str]().union(*(step.groups for step in batch.lora))
         if batch.gate is not None and group == next((name for name in GROUPS if name in touched), None):
             batch.gate.await_layer(layer)
+
+    def merge_linear(
+        self,
+        linear: PackedLinear,
+        layer: int,
+        group: str,
+        weights: LoraWeights,
+        into_OI: torch.Tensor | None = None,
+    ) -> PackedLinear:
+        weight_OI = linear.weight()
+        merged_OI = torch.empty_like(weight_OI) if into_OI is None else into_OI
+        outs = tuple(self._shape.out_features(module) for module in GROUPS[group])
+        merge_group(weight_OI, merged_OI, weights.table_LM, layer=layer, group=group, out_features=outs)
+        return linear.with_weight(merged_OI)
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> StepSegments | None:
         """Return the segments for the host's part of a step; None if no row has an adapter."""
