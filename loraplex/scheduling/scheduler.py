@@ -147,7 +147,7 @@ class Scheduler:
             chunks, budget = self._schedule_running(active, preempted)
             self._bring_in()
             if not preempted:
-                self._admit(chunks, budget)
+                self._admit(chunks, budget, preempted)
         if not preempted:
             self._fail_without_room()
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
@@ -254,7 +254,7 @@ class Scheduler:
     def _prompts_or_decodes(self, preempted: list[RequestState]) -> tuple[list[Chunk], float]:
         chunks: list[Chunk] = []
         self._bring_in()
-        self._admit(chunks, self._config.work.max_tokens)
+        self._admit(chunks, self._config.work.max_tokens, preempted)
         return (chunks, 0.0) if chunks else self._schedule_running(list(self._running), preempted)
 
     def _schedule_running(
@@ -345,7 +345,9 @@ class Scheduler:
         """Return whether a waiting request could run, as far as its adapter and its tokens are concerned."""
         return self._pins.is_ready(sequence) and sequence.num_unknown == 0
 
-    def _admit(self, chunks: list[Chunk], budget: float) -> None:
+    def _admit(self, chunks: list[Chunk], budget: float, preempted: list[RequestState]) -> None:
+        """Admit waiting requests, and add their chunks. `preempted`: paused requests that had to give up
+        their memory, where nothing else runs, are added here."""
         self._pins.short = None
         # No request overtakes one that was refused memory for its adapter: it would take that memory.
         refused = self._pins.refused if self._memory.shared else None
@@ -366,6 +368,11 @@ class Scheduler:
             if num_promised is None:
                 num_promised = sum(map(self._promised_blocks, self._running))
             num_tokens = self._start(sequence, budget, num_promised)
+            while num_tokens == 0 and self._paused and len(self._paused) == len(self._running):
+                preempted.append(self._paused.pop())
+                self._preempt(preempted[-1])
+                num_promised = sum(map(self._promised_blocks, self._running))
+                num_tokens = self._start(sequence, budget, num_promised)
             if num_tokens == 0:
                 self._pins.short = sequence
                 break
@@ -382,9 +389,11 @@ class Scheduler:
 
     def _candidates(self) -> Iterable[RequestState]:
         """Return the waiting requests that the step's batch allows, in the order in which they may run."""
-        if self._batch == ALL:
+        if not self.batcher.pauses:
             return self._waiting.candidates()
-        ready = sorted(self._waiting.candidates(), key=lambda each: each.arrival)
+        ready = list(self._waiting.candidates())
+        if self.batcher.displaces:
+            ready.sort(key=lambda each: each.arrival)
         return self._batch.select(ready, len(ready))
 
     def _promised_blocks(self, sequence: RequestState) -> int:

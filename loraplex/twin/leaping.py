@@ -120,7 +120,7 @@ class LeapingScheduler(Scheduler):
         first = len(self._running)
         self._bring_in()
         # The budget was found to be enough for all of them.
-        self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])))
+        self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])), [])
         assert not waiting.has_candidates, "whoever does not wait for a read was found to have a place"
         self._joining = list(zip(self._running[first:], chunks, strict=True))
         return chunks

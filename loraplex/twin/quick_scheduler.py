@@ -101,7 +101,7 @@ class QuickScheduler(TwinScheduler):
         step, budget = self._step_of_running(self._choose_batch(), preempted)
         self._bring_in()
         if not preempted:
-            self._admit_to(step, budget)
+            self._admit_to(step, budget, preempted)
             self._fail_without_room()
         all_decode = not preempted and len(self._running) == num_running == len(step)
         self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
@@ -169,13 +169,15 @@ class QuickScheduler(TwinScheduler):
             budget -= work.cost(start, num_tokens)
         return step, budget
 
-    def _admit_to(self, step: StepChunks, budget: float) -> None:
+    def _admit_to(self, step: StepChunks, budget: float, preempted: list[RequestState]) -> None:
         """Admit waiting requests to the step."""
         # Whether a request may join while its adapter loads depends on all that the step computes.
         chunks = [*step] if self._table.serving.num_loading > 0 else []
-        num_running, num_known = len(self._running), len(chunks)
-        self._admit(chunks, budget)
-        for sequence, chunk in zip(self._running[num_running:], chunks[num_known:], strict=True):
+        num_known = len(chunks)
+        self._admit(chunks, budget, preempted)
+        num_admitted = len(chunks) - num_known
+        admitted = self._running[len(self._running) - num_admitted :]
+        for sequence, chunk in zip(admitted, chunks[num_known:], strict=True):
             self._count_on(step, sequence, chunk)
 
     def _count_on(self, step: StepChunks, sequence: RequestState, chunk: Chunk) -> None:

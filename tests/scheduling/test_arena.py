@@ -397,7 +397,7 @@ class World:
             assert len(self.merged) == num_units
             self.num_takes += 1
         assert arena.merged_bytes == num_units * UNIT
-        self.scheduler.adapters.pins._follow_moves(self.scheduler._running)
+        self.scheduler.adapters.pins.follow_moves(self.scheduler._running)
         arena.check_integrity()
         return num_units > 0
 

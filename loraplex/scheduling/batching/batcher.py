@@ -29,7 +29,8 @@ _arrival = attrgetter("arrival")
 
 class Batcher:
     """The batches of one scheduler. `merged`: the adapter that is merged into a second set of weights.
-    `pauses`: whether running requests may be left out of a step. `now_s`: sum of the predicted seconds of all
+    `pauses`: whether running requests may be left out of a step; `displaces`: also for an older request that
+    waits. `now_s`: sum of the predicted seconds of all
     steps so far; 0 with a policy that does not need it."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
@@ -42,6 +43,7 @@ class Batcher:
         self.merged = MergedWeights(memory)
         self._policy = _policy_of(config)
         self.pauses = self._policy is not None
+        self.displaces = self._policy is not None and self._policy.displaces
         self.now_s = 0.0
         self._keeps_time = config.batching not in (Batching.FCFS, Batching.MERGED)
         self._last: StepBatch = ALL
@@ -65,7 +67,7 @@ class Batcher:
             return ALL, list(running)
         max_running = self._config.max_running
         requests = [*running, *nsmallest(max_running, ready, key=_arrival)]
-        if self._policy.displaces:
+        if self.displaces:
             requests.sort(key=_arrival)
         batch = self._policy.choose(self._view(requests))
         if batch.merged is not None and not self.merged.hold(batch.merged):

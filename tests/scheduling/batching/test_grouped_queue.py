@@ -1,0 +1,157 @@
+"""Grouped admission reads few adapters, and delays nobody beyond the bound."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from views import ids, requests
+
+from loraplex.core.batching import DelayBound
+from loraplex.scheduling.batching.grouped import EndPace, GroupedQueue
+from loraplex.scheduling.request_state import RequestState
+
+NO_PACE = EndPace(0.0, 0.0)
+ONE_A_SECOND = EndPace(0.0, 1.0)
+LOOSE = DelayBound(share=0.0, seconds=1000.0)
+MANY = 1 << 20
+
+
+class Bench:
+    """A queue that one request a step is admitted from, each of which takes a second."""
+
+    def __init__(self, bound: DelayBound, max_running: int = 2, pace: EndPace = ONE_A_SECOND) -> None:
+        self.queue = GroupedQueue(bound, lambda version: 10 if version == "x" else 1)
+        self.max_running = max_running
+        self.running: list[RequestState] = []
+        self.pace = pace
+        self.now_s = 0.0
+
+    def add(self, made: Sequence[RequestState]) -> None:
+        for each in made:
+            each.arrived_s = self.now_s
+            self.queue.append(each)
+
+    def select(self) -> None:
+        num_admissible = self.max_running - len(self.running)
+        self.queue.select(self.running, num_admissible, MANY, self.now_s, lambda: self.pace)
+        self.queue.check_integrity()
+
+    def admit(self) -> RequestState:
+        request = next(self.queue.first(1))
+        self.queue.remove(request)
+        self.queue.admitted(request, self.now_s)
+        self.running.append(request)
+        self.queue.check_integrity()
+        return request
+
+    def end_oldest(self) -> None:
+        self.running.pop(0)
+        self.queue.ended(self.now_s)
+
+    def drain(self) -> list[RequestState]:
+        """Admit everything, one request a second."""
+        admitted = []
+        while len(self.queue) > 0:
+            if len(self.running) == self.max_running:
+                self.end_oldest()
+            self.select()
+            admitted.append(self.admit())
+            self.now_s += 1.0
+        return admitted
+
+
+def test_requests_on_one_adapter_are_admitted_together() -> None:
+    bench = Bench(LOOSE)
+    bench.add(requests("abcabcabc"))
+    assert "".join(str(each.adapter) for each in bench.drain()) == "aaabbbccc"
+
+
+def test_the_base_model_and_adapters_that_run_come_first() -> None:
+    bench = Bench(LOOSE, max_running=4)
+    bench.running = requests("c")
+    bench.add(requests("abbb-cc"))
+    bench.select()
+    assert ids(list(bench.queue)) == ["4", "5", "6", "1", "2", "3", "0"]
+
+
+def test_the_adapter_with_the_fewest_bytes_a_request_goes_first() -> None:
+    bench = Bench(LOOSE)
+    bench.add(requests("xxxxayzz"))  # x has ten times the bytes
+    assert [each.adapter for each in bench.drain()] == ["z", "z", "a", "y", "x", "x", "x", "x"]
+
+
+def test_a_short_queue_keeps_the_order_of_arrival() -> None:
+    bench = Bench(LOOSE, max_running=8)
+    bench.running = requests("cdefgh")
+    bench.add(requests("abcab"))
+    bench.select()
+    assert ids(list(bench.queue)) == ["0", "1", "2", "3", "4"]
+
+
+def test_a_preempted_request_comes_before_all_others() -> None:
+    bench = Bench(LOOSE)
+    bench.add(requests("abab"))
+    bench.select()
+    preempted = bench.admit()
+    bench.running.clear()
+    bench.queue.append_front(preempted)
+    bench.queue.check_integrity()
+    assert next(bench.queue.first(1)) is preempted
+    assert next(bench.queue.candidates(), None) is None, "none is pinned"
+
+
+def test_candidates_are_pinned_requests_and_those_on_the_base_model_in_order() -> None:
+    bench = Bench(LOOSE)
+    made = requests("a-b-a-")
+    bench.add(made)
+    for each in (made[0], made[4]):
+        bench.queue.set_pinned(each, pinned=True)
+    bench.select()
+    order = list(bench.queue)
+    assert list(bench.queue.candidates()) == [each for each in order if each.pinned or each.adapter is None]
+    assert bench.queue.has_candidates
+
+
+def test_without_ends_places_go_by_turn() -> None:
+    """Nothing has ended, and nothing will for long: who is left out waits for all of that."""
+    bench = Bench(DelayBound(share=0.25, seconds=0.25), max_running=4, pace=NO_PACE)
+    bench.add(requests("abcdabcdabcd"))
+    bench.select()
+    assert ids(list(bench.queue.first(4))) == ["0", "1", "2", "3"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    share=st.sampled_from([0.0, 0.25, 1.0]),
+    seconds=st.sampled_from([0.0, 3.0, 20.0]),
+    max_running=st.integers(1, 12),
+)
+def test_nobody_waits_longer_than_the_bound_allows(
+    seed: int, share: float, seconds: float, max_running: int
+) -> None:
+    """One is admitted a second, grouped or not: so first come, first served would admit the nth then."""
+    rng = random.Random(seed)
+    bound = DelayBound(share=share, seconds=seconds)
+    bench = Bench(bound, max_running)
+    bench.add(requests("".join(rng.choice("abcdefgh-") for _ in range(80))))
+    admitted = bench.drain()
+    assert sorted(ids(admitted), key=int) == ids(sorted(admitted, key=lambda each: each.arrival))
+    for second, each in enumerate(admitted):
+        ahead = 10  # selected, and the place itself
+        assert second - each.arrival <= bound.allowed_s(each.arrival) + ahead
+
+
+@pytest.mark.parametrize("cancelled", [0, 3, 7])
+def test_a_cancelled_request_leaves_nothing_behind(cancelled: int) -> None:
+    bench = Bench(LOOSE)
+    made = requests("abcdabcd")
+    bench.add(made)
+    bench.select()
+    bench.queue.remove(made[cancelled])
+    bench.queue.check_integrity()
+    assert sorted(ids(bench.drain())) == [i for i in map(str, range(8)) if i != str(cancelled)]
