@@ -199,7 +199,9 @@ class AdapterPlanner:
         """Record how long this step took; only some steps are measured."""
         known = all(chunk.adapter is None or chunk.adapter in self._table for chunk in plan.chunks)
         if known and not plan.stalls:
-            self.pins.starts.observe_step(step_features(plan.chunks, self._table.num_bytes), seconds)
+            merged = plan.merged is not None
+            features = step_features(plan.chunks, self._table.num_bytes, merged=merged)
+            self.pins.starts.observe_step(features, seconds)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Record how long copies to the device took."""

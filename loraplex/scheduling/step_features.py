@@ -8,9 +8,12 @@ from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.plan import Chunk
 
 
-def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) -> StepFeatures:
-    """Return the features of a step. `adapter_bytes`: returns the bytes of a version's weights. A chunk of
-    one token counts as decoding, as in the kernels."""
+def step_features(
+    chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int], *, merged: bool = False
+) -> StepFeatures:
+    """Return the features of a step. `adapter_bytes`: returns the bytes of a version's weights. `merged`: the
+    step runs on merged weights and reads no adapter. A chunk of one token counts as decoding, as in the
+    kernels."""
     num_decodes = num_prompts = num_tokens = positions = row_bytes = largest = num_rows = 0
     pairs = 0.0
     sizes: dict[str, int] = {}
@@ -24,7 +27,7 @@ def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) 
             num_prompts += 1
             num_tokens += count
             pairs += count * (start + count / 2)
-        if version is not None:
+        if version is not None and not merged:
             size = sizes.get(version)
             if size is None:
                 size = sizes[version] = adapter_bytes(version)

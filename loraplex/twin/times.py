@@ -110,9 +110,9 @@ class CostModelTimes:
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         chunks: Sequence[Chunk] = plan.chunks
-        if isinstance(chunks, StepChunks):
+        if isinstance(chunks, StepChunks) and plan.merged is None:
             return self._step_s(chunks.features(self._bytes))
-        return self._step_s(step_features(chunks, self._bytes))
+        return self._step_s(step_features(chunks, self._bytes, merged=plan.merged is not None))
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
         num_decodes = len(group)
