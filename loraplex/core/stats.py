@@ -17,24 +17,6 @@ class AdapterStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchingStats:
-    """What a batching policy decided. `merged_version`: the version that the last step ran merged, if it did.
-    `num_switches`: changes between merged and unmerged steps, and from one merged version to another;
-    `num_merges`: how often merged weights were written. `num_pauses`: running requests that were left out of
-    a step, summed over all steps; `num_adapters`: adapters in a step, likewise. `largest_credit_s`: the most
-    that an adapter has gained by waiting (`dynamic`)."""
-
-    policy: str = "fcfs"
-    merged_version: str | None = None
-    num_switches: int = 0
-    num_merges: int = 0
-    num_merged_steps: int = 0
-    num_pauses: int = 0
-    num_adapters: int = 0
-    largest_credit_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
     """Engine gauges and counters.
 
@@ -43,6 +25,11 @@ class EngineStats:
     `adapter_fetches`: adapters that were copied from other replicas. `predicted_step_s`, `measured_step_s`:
     predicted and measured seconds of about the last thousand steps, and likewise for copies of adapters to
     the device; 0 if nothing is predicted.
+
+    Of the batching policy: `is_merged`: 1 if the last step ran on merged weights. `num_switches`: changes
+    from or to such a step, or to another version; `num_merges`: how often merged weights were written.
+    `num_pauses`: running requests that a step left out, summed over all steps; `num_step_adapters`: adapters
+    that a step read, likewise. `owed_credit_s`: what adapters have gained by waiting, with `dynamic`.
     """
 
     num_running: int = 0
@@ -65,5 +52,11 @@ class EngineStats:
     measured_step_s: float = 0.0
     predicted_copy_s: float = 0.0
     measured_copy_s: float = 0.0
-    batching: BatchingStats = field(default_factory=BatchingStats)
+    is_merged: int = 0
+    num_switches: int = 0
+    num_merges: int = 0
+    num_merged_steps: int = 0
+    num_pauses: int = 0
+    num_step_adapters: int = 0
+    owed_credit_s: float = 0.0
     adapters: tuple[AdapterStats, ...] = field(default=())

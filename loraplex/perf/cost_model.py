@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Final
 
 from loraplex.perf import layer_pipeline
 from loraplex.perf.assist_cost import AssistCost
@@ -47,6 +48,10 @@ class Corrections:
         return factor
 
 
+CAUTIOUS_MERGE: Final = Line(latency_s=5e-3, unit_s=1 / 0.5e9)
+"""Merging on a slow CPU, which unpacks the weights and packs the merged ones."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Predicted costs of an engine. `measured`: by `loraplex profile`; otherwise cautious guesses
@@ -55,7 +60,8 @@ class CostModel:
     `bus`: copies from pinned host memory to the device; None if adapters are computed from host memory.
     `read`: reading an adapter whose file is in the page cache into host memory, by the engine's own reader.
     `disk`: reading a file that is not in the page cache. `held_out`, `memory`: None if not measured.
-    `kernels`: how the bytes of a step's adapters are counted.
+    `kernels`: how the bytes of a step's adapters are counted. `merge`: merging an adapter, by the bytes of
+    its merged weights.
     """
 
     subject: Subject
@@ -69,11 +75,7 @@ class CostModel:
     memory: EngineMemory | None = None
     corrections: Corrections = field(default_factory=Corrections)
     kernels: KernelKind = KernelKind.RANK
-    merge: Line = field(default_factory=lambda: Line(latency_s=0.0, unit_s=2 / 4e12))
-
-    def merge_s(self, num_bytes: float) -> float:
-        """Return the seconds to write so many bytes of merged weights."""
-        return self.merge.seconds(num_bytes) * self.corrections.step if num_bytes > 0 else 0.0
+    merge: Line = CAUTIOUS_MERGE
 
     def copy_s(self, num_bytes: float) -> float:
         """Return the seconds of one copy to the device."""
@@ -87,6 +89,10 @@ class CostModel:
         if self.kernels is KernelKind.PADDED:
             step = step.padded()
         return self.step.seconds(step) * self.corrections.step
+
+    def merge_s(self, num_bytes: float) -> float:
+        """Return the seconds to write merged weights of so many bytes; the step after it waits for them."""
+        return self.merge.seconds(num_bytes) * self.corrections.step
 
     def arrivals_s(self, layer_bytes: Sequence[int], groups: Sequence[int]) -> list[float]:
         """Return when each layer arrives on the device, in seconds from now; the adapter is in host

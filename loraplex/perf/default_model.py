@@ -11,7 +11,7 @@ from typing import Final
 
 from loraplex.core.shape import ModelShape
 from loraplex.perf.assist_cost import AssistCost
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CAUTIOUS_MERGE, CostModel
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
@@ -32,6 +32,7 @@ _CORE: Final = _Speeds(bytes_per_s=5e9, flops_per_s=10e9, step_overhead_s=2e-3)
 _BUS: Final = Bus(copy=Line(latency_s=30e-6, unit_s=1 / 6e9), launch_s=10e-6)
 _READ: Final = Line(latency_s=100e-6, unit_s=1 / 1e9)
 _DISK: Final = Line(latency_s=5e-3, unit_s=1 / 100e6)
+_GPU_MERGE_LATENCY_S: Final = 1e-3
 _ROUND_TRIP_S: Final = 100e-6
 _ADAPTER_S: Final = 10e-6
 _CURVE_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -50,6 +51,7 @@ def default_cost_model(
         read=_READ,
         disk=_DISK,
         step=_step_cost(shape, speeds, element_bytes),
+        merge=default_merge(subject.device),
         assist=AssistCost(
             round_trip_s=_ROUND_TRIP_S if on_gpu else 0.0,
             token_s=element_bytes * (shape.hidden_size + shape.q_size + 2 * shape.kv_size) * _BUS.copy.unit_s
@@ -60,6 +62,13 @@ def default_cost_model(
             row_s=2 / _CORE.flops_per_s,
         ),
     )
+
+
+def default_merge(device: str) -> Line:
+    """Return a guess of merging an adapter: on a GPU the weights are read once and written once."""
+    if device == "cuda":
+        return Line(latency_s=_GPU_MERGE_LATENCY_S, unit_s=2 / _GPU.bytes_per_s)
+    return CAUTIOUS_MERGE
 
 
 def _times(core: _Speeds, num_cores: int) -> _Speeds:

@@ -2,7 +2,8 @@
 
     {"version": 5, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
      "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
-     "corrections": {...}, "kernels": "rank-proportional" or "padded", "environment": {...}}
+     "corrections": {...}, "kernels": "rank-proportional" or "padded", "merge": {...},
+     "environment": {...}}
 
 `environment` is for people: the time of the measurement, and versions of packages.
 """
@@ -22,6 +23,7 @@ from loraplex.core.whole_file import write_whole
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.assist_split import ROW_ALIGNMENT
 from loraplex.perf.cost_model import Corrections, CostModel, KernelKind
+from loraplex.perf.default_model import default_merge
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.layer_pipeline import Bus
@@ -108,8 +110,9 @@ def profile_from_json(text: str) -> CostModel:
         raise ValueError("it was made by an older loraplex")
     if version != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
+    subject = _subject(top.child("subject"))
     model = CostModel(
-        subject=_subject(top.child("subject")),
+        subject=subject,
         measured=top.flag("measured"),
         bus=None if (bus := top.optional("bus")) is None else _bus(bus),
         read=_line(top.child("read")),
@@ -121,6 +124,8 @@ def profile_from_json(text: str) -> CostModel:
         corrections=_corrections(top.child("corrections")),
         # Older profiles lack `kernels`: they were measured on ours, which do not pad.
         kernels=_kernels(top) if "kernels" in top.names else KernelKind.RANK,
+        # Nor was merging measured for them.
+        merge=_line(top.child("merge")) if "merge" in top.names else default_merge(subject.device),
     )
     for told in ("environment", *(["units"] if "units" in top.names else [])):
         top.child(told)

@@ -199,7 +199,8 @@ class AdapterPlanner:
         """Record how long this step took; only some steps are measured."""
         known = all(chunk.adapter is None or chunk.adapter in self._table for chunk in plan.chunks)
         if known and not plan.stalls:
-            self.pins.starts.observe_step(step_features(plan.chunks, self._table.num_bytes), seconds)
+            features = step_features(plan.chunks, self._table.num_bytes)
+            self.pins.starts.observe_step(features.on_merged_weights() if plan.merged else features, seconds)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Record how long copies to the device took."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import Any
 
-from loraplex.core.stats import AdapterStats, BatchingStats, EngineStats
+from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.request_state import RequestState
 
@@ -17,7 +18,7 @@ def engine_stats(
     num_running: int,
     num_waiting: int,
     num_preemptions: int,
-    batching: BatchingStats,
+    batching: Mapping[str, Any],
     adapters: tuple[AdapterStats, ...],
 ) -> EngineStats:
     pool, room = memory.pool, memory.table.serving.room
@@ -31,7 +32,7 @@ def engine_stats(
         prefix_cache_hits=pool.prefix_hits * pool.block_size,
         num_preemptions=num_preemptions,
         num_steps=num_steps,
-        batching=batching,
+        **batching,
         host_adapter_bytes=host.used_bytes,
         host_adapter_budget_bytes=host.budget_bytes,
         device_adapter_bytes=room.used_bytes if room.on_device else 0,

@@ -84,6 +84,24 @@ class _Page:
         if self._twin is not None:
             yield from twin_families(self._twin)
 
+    def _batching(self) -> Iterator[Metric]:
+        """Yield what the batching policy decided."""
+        stats = self._stats
+        for name, text, value in (
+            ("merged_steps", "Steps on weights into which an adapter is merged", stats.num_merged_steps),
+            ("merges", "Adapters merged into the second set of weights", stats.num_merges),
+            ("batching_switches", "Changes between merged and unmerged steps", stats.num_switches),
+            ("pauses", "Running requests left out of a step, summed over steps", stats.num_pauses),
+            ("step_adapters", "Adapters read by a step, summed over steps", stats.num_step_adapters),
+        ):
+            yield self._counter(f"loraplex:{name}", text, value)
+        yield self._gauge("loraplex:merged", "Engines whose last step ran on merged weights", stats.is_merged)
+        yield self._gauge(
+            "loraplex:owed_credit_seconds",
+            "Waiting that adapters are owed by others (`--batching dynamic`)",
+            stats.owed_credit_s,
+        )
+
     def _engine(self) -> Iterator[Metric]:
         stats = self._stats
         usage = stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
@@ -117,6 +135,7 @@ class _Page:
             "Requests that went on at another engine: the one they were at died, or gave them up",
             self._num_continued,
         )
+        yield from self._batching()
         yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
         yield self._gauge(
             "loraplex:adapters_left_out",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from heapq import nsmallest
 from operator import attrgetter
+from typing import Any
 
 from loraplex.core.batching import Batching
-from loraplex.core.stats import BatchingStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.batching.auto import AutoBatching
@@ -106,18 +106,18 @@ class Batcher:
         step_s = self._iteration_s(running, False)
         return EndPace(min(lefts) * step_s, len(lefts) ** 2 / (sum(lefts) * step_s))
 
-    def stats(self) -> BatchingStats:
-        credits = self._policy.credits.balances if isinstance(self._policy, DynamicBatching) else {}
-        return BatchingStats(
-            policy=self._config.batching.value,
-            merged_version=self._last.merged,
-            num_switches=self._num_switches,
-            num_merges=self.merged.num_merges,
-            num_merged_steps=self._num_merged_steps,
-            num_pauses=self._num_pauses,
-            num_adapters=self._num_adapters,
-            largest_credit_s=max(credits.values(), default=0.0),
-        )
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` that are about batching."""
+        balances = self._policy.credits.balances if isinstance(self._policy, DynamicBatching) else {}
+        return {
+            "is_merged": int(self._last.merged is not None),
+            "num_switches": self._num_switches,
+            "num_merges": self.merged.num_merges,
+            "num_merged_steps": self._num_merged_steps,
+            "num_pauses": self._num_pauses,
+            "num_step_adapters": self._num_adapters,
+            "owed_credit_s": sum(balance for balance in balances.values() if balance > 0),
+        }
 
     def _view(self, requests: Sequence[RequestState]) -> View:
         return View(

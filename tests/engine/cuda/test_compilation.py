@@ -118,6 +118,64 @@ def test_every_variant_of_every_kernel_is_compiled_ahead(tmp_path: Path) -> None
         assert launches["needed"] == launches["compiled"] > 30, "one launch for each variant, and none twice"
 
 
+MERGE_SCRIPT = """
+import json
+from dataclasses import replace
+import torch, triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+class Device:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Device())
+
+from loraplex.engine.cuda.compilation import CompiledFor, _meta_adapter, needed_launches
+from loraplex.kernels.triton.kernel import collect_launches
+from loraplex.kernels.triton.triton_kernels import TritonKernels
+from loraplex.model.decoder import Decoder
+from loraplex.model.shapes import config_of_shape, meta_weights
+
+keys = set()
+knobs.runtime.jit_cache_hook = lambda *, key, repr, **_: keys.add((repr, key)) or True
+config, dtype = config_of_shape("tiny"), torch.bfloat16
+wanted = CompiledFor(config=config, dtype=dtype, block_size=16, num_sms=132)
+plain = needed_launches(wanted)
+merging = needed_launches(replace(wanted, merges=True))
+for launch in merging:
+    launch.compile()
+compiled = set(keys)
+with collect_launches() as served:
+    for layers in (1, 3, 16):
+        deeper = replace(config, shape=replace(config.shape, num_layers=layers))
+        kernels = TritonKernels(deeper.shape, torch.device("meta"), 132)
+        Decoder(deeper, meta_weights(deeper, dtype), kernels, 128).merge(_meta_adapter(deeper.shape))
+for launch in served.values():
+    launch.compile()
+print(json.dumps({
+    "more": len(merging) - len(plain), "served": len(served), "missing": sorted(keys - compiled)
+}))
+"""
+
+
+def test_merge_kernels_are_compiled_ahead_only_where_adapters_are_merged(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE_SCRIPT],
+        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    # One for each group: q, k and v; o; gate and up; down.
+    assert found == {"more": 4, "served": 4, "missing": []}
+
+
 def test_compiled_kernels_are_kept_with_what_can_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,3 +154,32 @@ def test_without_memory_nothing_more_is_asked_for() -> None:
     graphs.stop()
     assert (graphs.num_required, graphs.next()) == (0, None)
     assert graphs.choose(key(1, QKV)) is not None
+
+
+def merged_key(rows: int, merged: frozenset[str]) -> GraphKey:
+    return GraphKey(decode_sizes(rows, NARROW_TABLE), frozenset(), False, merged)
+
+
+def test_a_graph_over_merged_weights_covers_only_steps_on_the_same_groups() -> None:
+    assert merged_key(8, QKV).covers(merged_key(4, QKV))
+    assert not merged_key(8, QKV).covers(merged_key(8, MLP))
+    assert not merged_key(8, QKV | MLP).covers(merged_key(8, QKV))
+    assert not merged_key(8, QKV).covers(key(8))
+    assert not key(8, ALL).covers(merged_key(8, QKV))
+
+
+def test_steps_on_merged_weights_have_graphs_only_where_that_is_asked_for() -> None:
+    plain, merging = queue(QKV), GraphQueue[str](NARROW_TABLE, NUM_LAYERS, captures_merged=True)
+    merging.expect(QKV)
+    for graphs in (plain, merging):
+        graphs.expect_merged(QKV)
+    before = capture(queue(QKV), required_only=True)
+    assert plain.choose(merged_key(3, QKV)) is None
+    assert capture(plain, required_only=True) == before, "start-up captures other graphs than without"
+    assert not any(graph.merged for graph in capture(plain, required_only=False))
+    required = capture(merging, required_only=True)
+    assert required[: len(before)] == before
+    assert {graph.merged for graph in required[len(before) :]} == {QKV}
+    for sizes in all_graph_sizes(NARROW_TABLE, NUM_LAYERS):
+        assert merging.choose(GraphKey(sizes, frozenset(), False, QKV)) is not None
+    assert merging.choose(merged_key(3, MLP)) is None

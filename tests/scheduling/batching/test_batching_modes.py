@@ -168,7 +168,7 @@ def test_an_engine_with_requests_for_one_adapter_merges_it(batching: Batching) -
         bench.add("a")
     bench.run_all()
     assert "a" in bench.modes
-    stats = bench.scheduler.stats(0).batching
+    stats = bench.scheduler.stats(0)
     assert stats.num_merges == 1
     assert stats.num_merged_steps > 0
 
@@ -210,7 +210,7 @@ def test_a_paused_request_keeps_its_keys_and_values_and_goes_on() -> None:
         plan = bench.step()
     assert running in bench.scheduler._running or first in bench.ended
     assert running.block_ids[: len(held)] == held or first in bench.ended
-    assert bench.scheduler.stats(0).batching.num_pauses >= (first not in bench.ended)
+    assert bench.scheduler.stats(0).num_pauses >= (first not in bench.ended)
     bench.run_all()
     assert bench.scheduler.stats(0).num_preemptions == 0
 
