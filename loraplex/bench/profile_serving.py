@@ -95,7 +95,7 @@ def _run(
             continue
         landed = engine.landed
         if landed_s is not None:
-            seconds = engine.landed_device_s or now_s - landed_s
+            seconds = engine.landed_step_s(now_s - landed_s)
             samples.append(StepSample(step_features(landed.chunks, bytes_of), seconds))
         landed_s = now_s
 

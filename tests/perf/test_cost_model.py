@@ -102,7 +102,7 @@ def test_without_a_bus_layers_are_there_at_once() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_default_model_is_marked_and_more_cautious_than_a_measured_one(device: str) -> None:
     subject = replace(SUBJECT, device=device)
-    model = default_cost_model(subject, SHAPE, element_bytes=2, num_cores=4)
+    model = default_cost_model(subject, SHAPE, num_cores=4)
     assert not model.measured
     assert model.held_out is None
     assert model.memory is None
