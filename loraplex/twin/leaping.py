@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
@@ -187,7 +186,7 @@ class LeapingScheduler(Scheduler):
 
     def _await_reads(self, requests: Sequence[EngineRequest]) -> bool:
         """Return whether these new requests can do nothing before their adapters are read."""
-        if self.adapters.cold_start is ColdStart.ON_DEMAND:
+        if self._pins.starts.holds_steps:
             return False
         return all(self._awaits_read(request.adapter) for request in requests)
 

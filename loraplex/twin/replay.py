@@ -10,6 +10,7 @@ from typing import Final
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
+from loraplex.perf.assist_split import default_num_workers
 from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.named_profiles import Profile
@@ -17,6 +18,7 @@ from loraplex.perf.profile_json import ProfileError
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.cpu_workers import choose_num_workers
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
@@ -44,8 +46,8 @@ class ReplayOptions:
     For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
     rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
     profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
-    compute LoRA for adapters that are being copied to a GPU; `max_copy_bytes_per_s`: those copies are no
-    faster than this.
+    compute LoRA for adapters that are being copied to a GPU; None for as many as the engine would start on
+    the profile's machine. `max_copy_bytes_per_s`: those copies are no faster than this.
     """
 
     num_adapters: int
@@ -61,7 +63,7 @@ class ReplayOptions:
     max_running: int | None = None
     work: StepWork | None = None
     cold_start: ColdStart | None = None
-    cpu_workers: int = 0
+    cpu_workers: int | None = None
     max_copy_bytes_per_s: float | None = None
     staged: bool = False
     seed: int = 0
@@ -101,7 +103,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         ("--modules", options.modules),
         ("--adapter-mib", options.adapter_bytes),
         ("--cold-start", options.cold_start),
-        ("--cpu-workers", options.cpu_workers or None),
+        ("--cpu-workers", options.cpu_workers),
         ("--max-copy-gb-per-s", options.max_copy_bytes_per_s),
     ):
         if value is not None:
@@ -166,13 +168,14 @@ class OwnEngines:
         self.adapter_bytes = dict(zip(self._versions, self.sizes, strict=True))
         on_gpu = profile.subject.device == "cuda"
         self._kind = AheadSimulator if on_gpu else Simulator
+        cold_start = options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP)
         self._config = SchedulerConfig(
             max_model_len=self._has.max_context,
             max_running=options.max_running or _MAX_RUNNING,
             work=options.work
             or StepWork(max_tokens=self._has.step_tokens, position_cost=self._has.position_cost),
-            cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
-            num_workers=options.cpu_workers,
+            cold_start=cold_start,
+            num_workers=self._num_workers(cold_start) if options.cpu_workers is None else options.cpu_workers,
         )
         if longest > self._has.max_context:
             raise CapacityError(
@@ -195,7 +198,7 @@ class OwnEngines:
         return self._kind(
             config=self._config,
             memory=self._memory(),
-            times=times or CostModelTimes(self._profile, self.adapter_bytes, self._options.cpu_workers),
+            times=times or CostModelTimes(self._profile, self.adapter_bytes, self._config.num_workers),
             adapters=self._versions,
             costs=DriftWatch(self._profile),
         )
@@ -212,6 +215,18 @@ class OwnEngines:
         version = self._versions[adapter]
         simulator.scheduler.adapters.unstage(version)
         return not simulator.is_staged(version)
+
+    def _num_workers(self, cold_start: ColdStart) -> int:
+        """Return how many CPU workers the engine would start on the profile's machine."""
+        subject = self._profile.subject
+        if subject.device != "cuda" or subject.num_cores is None:
+            return 0
+        return choose_num_workers(
+            cold_start,
+            self._profile,
+            rank_bytes=self._has.bytes_per_rank(GROUPS["qkv"]),
+            most=default_num_workers(subject.num_cores),
+        )
 
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options

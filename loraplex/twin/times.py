@@ -16,8 +16,6 @@ from loraplex.scheduling.step_features import step_features
 from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.quick_scheduler import StepChunks
 
-"""Bytes of a weight: those of the types that GPUs serve."""
-
 
 class Repeats(NamedTuple):
     """Steps that decode the same requests: seconds of the first, seconds that each takes more than the one
@@ -187,11 +185,8 @@ class CostModelTimes:
         """Return the seconds that CPU workers add to a step."""
         if load.assisted_layers == 0 or load.num_tokens == 0:
             return 0.0
-        layer_s = self._model.assist.layer_s(
-            self._bytes(version) // (self._model.subject.element_bytes * self._model.subject.num_layers),
-            num_groups=1,
-            num_tokens=load.num_tokens,
-            num_workers=self._num_workers,
+        layer_s = self._model.assist_layer_s(
+            self._bytes(version), num_tokens=load.num_tokens, num_workers=self._num_workers
         )
         return load.assisted_layers * layer_s
 
