@@ -74,7 +74,7 @@ class StepTimes(Protocol):
         """Return the seconds of a step in which the group decodes beside these chunks."""
         ...
 
-    def weigh(self, version: str) -> int:
+    def adapter_weight(self, version: str) -> int:
         """Return an adapter's weight, which a decode group sums up over its requests."""
         ...
 
@@ -102,7 +102,7 @@ class CostModelTimes:
         self._step_s = model.step_s
         self._position_s = model.step.terms.decode_position_s * model.corrections.step
 
-    def weigh(self, version: str) -> int:
+    def adapter_weight(self, version: str) -> int:
         """Return an adapter's bytes."""
         return self._bytes(version)
 
@@ -241,7 +241,7 @@ class SlotTimes:
         growth_s = self._costs.decode.kv_token_s * len(group)
         return Repeats(first_s, growth_s, once_s=self._loads_s(set(group.adapters)))
 
-    def weigh(self, version: str) -> int:
+    def adapter_weight(self, version: str) -> int:
         return 0
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:

@@ -48,7 +48,7 @@ class RecordedTimes:
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         return self._steps_s.popleft()
 
-    def weigh(self, version: str) -> int:
+    def adapter_weight(self, version: str) -> int:
         return 0
 
     def __getattr__(self, name: str) -> Any:
