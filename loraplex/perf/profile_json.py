@@ -122,8 +122,8 @@ def profile_from_json(text: str) -> CostModel:
         # Older profiles lack `kernels`: they were measured on ours, which do not pad.
         kernels=_kernels(top) if "kernels" in top.names else KernelKind.RANK,
     )
-    for told in ("environment", *(["units"] if "units" in top.names else [])):
-        top.child(told)
+    for name in ("environment", *(["units"] if "units" in top.names else [])):
+        top.child(name)
     top.end()
     return model
 

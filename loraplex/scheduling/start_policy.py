@@ -20,7 +20,7 @@ from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.perf.step_cost import StepFeatures
 
 _MAX_DECODE_STALL: Final = 0.05
-"""The share of a step by which it may delay its decodes without any gain to weigh against it."""
+"""The share of a step by which it may delay its decodes without any gain."""
 _DECODE_WEIGHT: Final = 0.1
 """The weight of a delay of one decode, against the same delay of a first token: a request has one first token
 and many others."""

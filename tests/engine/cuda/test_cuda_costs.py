@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ SHAPE: ModelShape = config_of_shape("llama-2-7b").shape
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Give engines the shipped profile of an H200, and record each read of it."""
     model, found = find_profile(Path("h200-llama-2-7b")), list[str]()
     assert isinstance(model, CostModel)
@@ -33,7 +32,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return replace(model, subject=replace(model.subject, num_layers=shape.num_layers))
 
     monkeypatch.setattr(costs, "known_costs", known)
-    yield found
+    return found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Steps are timed by their device's clock, where there is one, for corrections of the costs and for profiles."""
+"""Steps are timed by their device's clock where there is one, for correcting costs and for profiles."""
 
 from __future__ import annotations
 
