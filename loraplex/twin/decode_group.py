@@ -43,8 +43,8 @@ class DecodeGroup:
         max_model_len: int,
         adapter_weight: Callable[[str], int] = lambda version: 0,
     ) -> None:
-        """Members decode, and have sampled a token. `adapter_weight`: returns an adapter's weight, as the step times
-        count it."""
+        """Members decode, and have sampled a token. `adapter_weight`: returns an adapter's weight, as the
+        step times count it."""
         self._pool = pool
         self._max_model_len = max_model_len
         self._adapter_weight = adapter_weight
