@@ -116,7 +116,7 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CostModel]:
-    """What is found instead of measuring anything: the last one."""
+    """Return the models that are found instead of measuring, the last one first."""
     monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path / "cache"))
     subject = subject_of(TINY, "cpu", torch.float32)
     good = quality_of([1.0, 2.0], [1.1, 2.0])
@@ -238,7 +238,7 @@ ADAPTERS = [
 
 
 def features_of(case: StepCase) -> StepFeatures:
-    """Of the step in which prompts join requests that have said nothing yet."""
+    """Return the features of the step in which prompts join requests that have generated nothing yet."""
     tokens = [(n, 1) for n in case.contexts] + [(0, n) for n in case.prompts]
     used = [case.adapter_of(index) for index in range(len(tokens))]
     chunks = [

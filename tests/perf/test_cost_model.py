@@ -40,7 +40,7 @@ def test_costs_are_multiplied_with_their_own_correction() -> None:
 
 
 def decode_s(model: CostModel, sizes_mib: Sequence[int | None]) -> float:
-    """Of a step in which each request decodes with an adapter of its own; None: with the base model."""
+    """Return the seconds of a step in which each request decodes, with its own adapter or with none."""
     chunks = [
         Chunk(
             request_id=str(number),

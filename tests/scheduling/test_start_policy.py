@@ -344,7 +344,7 @@ def test_no_layers_are_planned_for_steps_that_workers_never_assist_with() -> Non
 
 
 def step_ratio(scheduler: Scheduler) -> float:
-    """What steps were found to take, by what was predicted."""
+    """Return the ratio of measured to predicted times of steps."""
     watch = scheduler.adapters._costs
     assert watch is not None
     return watch.ratio(CostKind.STEP)
