@@ -22,7 +22,6 @@ from loraplex.perf.profile_json import profile_from_json
 from loraplex.perf.step_cost import RowCurve, StepFeatures, StepTerms
 
 _PROMPT_TOKENS: Final = Setting().prompt_tokens
-_ELEMENT_BYTES: Final = 2
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=_PROMPT_TOKENS)
 """The step that groups of layers are planned for."""
 
@@ -53,7 +52,7 @@ class Adapter:
         [spec] = random_specs(
             "adapter", Setting().shape, num_adapters=1, ranks=[self.rank], modules=self.modules
         )
-        return spec.num_params * _ELEMENT_BYTES
+        return spec.num_params * self.model.subject.element_bytes
 
     @property
     def size(self) -> str:
@@ -136,7 +135,7 @@ def fits_table(result: Result) -> str:
             _product(assist),
             *_quality(assist.quality),
         ),
-        ("word to the device and back", f"{assist.round_trip_s * 1e6:.1f} µs", *_quality(None)),
+        ("signal to CPU workers and back", f"{assist.round_trip_s * 1e6:.1f} µs", *_quality(None)),
         *_held_out(model.held_out),
     ]
     return table(("cost", "fitted", "samples", "R²", "mean error", "worst"), lines)

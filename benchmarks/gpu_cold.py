@@ -319,10 +319,10 @@ def saved_adapters(setting: Setting, count: int, rank: int | None = None) -> Ite
 
 
 def workers() -> int:
-    from loraplex.engine.machine import num_cores
+    from loraplex.engine.machine import max_threads
     from loraplex.perf.assist_split import default_num_workers
 
-    return default_num_workers(num_cores())
+    return default_num_workers(max_threads())
 
 
 def build(setting: Setting, **options: Any) -> Engine:

@@ -49,7 +49,7 @@ class Pace:
         self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
         self._versions = register(self._engine, specs)
         see_sizes(self._engine, self._versions, self._vocab_size)
-        self._coming = self._requests(setting)
+        self._upcoming = self._requests(setting)
         self._running: list[str] = []
         self._num_looks = 0
         for _ in _LOOKED_AT:  # warm up
@@ -94,9 +94,9 @@ class Pace:
             self._engine.cancel(self._running.pop())
         took_s = predicted_s = 0.0
         for number in range(_SETTLE_STEPS + _LOOK_STEPS):
-            coming = [next(self._coming) for _ in range(level - len(self._running))]
+            upcoming = [next(self._upcoming) for _ in range(level - len(self._running))]
             begun_s = time.perf_counter()
-            for request in coming:
+            for request in upcoming:
                 self._engine.add_request(request)
                 self._running.append(request.request_id)
             for output in self._engine.step():

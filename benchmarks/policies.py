@@ -70,7 +70,7 @@ CANDIDATES: Final = (
 BY_LOAD: Final = "admission-by-load"
 _CONVERSATIONS: Final = LOADS[-1]
 _CONVERSATIONS_SHARE: Final = 0.8
-"""Of capacity, at the rate that the workload has."""
+"""The share of capacity that the workload's own rate is."""
 _SHARES: Final = (0.7, 0.8, 0.9)
 _OTHER_SEEDS: Final = (10, 11, 12, 13, 14)
 _FORMER: Final = next(each for each in CANDIDATES if isinstance(each.admission, queues.FirstChunk))

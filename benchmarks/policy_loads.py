@@ -18,7 +18,7 @@ from loraplex.workload.recipe import ArrivalKind, PopularityKind, Recipe, Source
 RANKS: Final = (8, 16, 32, 64, 128)
 _MAF: Final = "traces/maf2019_1000fn_1day_sparse.csv.gz"
 _DRIFT: Final = 7
-"""By how many places popularity moves at a time; not a multiple of the number of ranks."""
+"""The number of places that popularity moves at a time; not a multiple of the number of ranks."""
 DURATION_S: Final = 60.0
 _AZURE: Final = "traces/azure_llm_2023_code.csv.gz"
 
@@ -127,7 +127,7 @@ def _azure(num_adapters: int, rate: float) -> Draw:
 
 
 _SYSTEM_TOKENS: Final = 192
-"""Of the prompt that all conversations with an adapter begin with."""
+"""The length of the prompt that all conversations with an adapter begin with."""
 _TURNS: Final = 5
 """On the mean."""
 _PAUSE_S: Final = 15.0

@@ -24,7 +24,7 @@ MOST_OVERTAKING: Final = 64
 _NUM_CLASSES: Final = 3
 _MAX_PROMPT, _MAX_OUTPUT = 2048, 1024
 _LARGEST_BYTES: Final = 700e6
-"""What requests are compared with: prompts and answers of so many tokens, an adapter of so many bytes."""
+"""The sizes that requests are compared with: tokens of prompts and answers, bytes of an adapter."""
 _PROMPT_WEIGHT: Final = 0.4
 """Chameleon's weights: 0.4 for the prompt, 0.6 for the answer."""
 

@@ -69,7 +69,7 @@ class TrialSimulator(AheadSimulator):
         if candidate.queue is None and candidate.admission is None:
             return
         kind = TrialScheduler if self._memory.pool.keeps_contents else QuickTrialScheduler
-        scheduler = kind(options["config"], self._memory, options["costs"], self._times.weigh)
+        scheduler = kind(options["config"], self._memory, options["costs"], self._times.adapter_weight)
         if candidate.queue is not None:
             scheduler.queue_by(candidate.queue)
         if candidate.admission is not None:

@@ -18,10 +18,10 @@ from loraplex.scheduling.victims import NO_BLOCKS, CachedBlock, CachedBlocks, Id
 HALF_LIFE: Final = 512
 """Uses of adapters after which an old one counts for half of a new one."""
 _SHARED_USES: Final = 2
-"""What a block counts for that a second request has used."""
+"""The number of uses that a block counts for if a second request has used it."""
 
 Seconds = Callable[[IdleAdapter], float]
-"""What it takes to bring an adapter back."""
+"""The time to bring an adapter back."""
 
 
 class Uses:
@@ -88,7 +88,7 @@ class StagedFirstAdapters(IdleAdapters):
 
 
 class Floor:
-    """Of greedy-dual policies: the value of the last victim, which new values are added to."""
+    """The floor of greedy-dual policies: the value of the last victim, which new values are added to."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -141,7 +141,7 @@ class BackedAdapters(IdleAdapters):
 
 
 class BlocksByAdapter(CachedBlocks):
-    """As shipped, and found by adapter as well."""
+    """The shipped order of blocks, which can be found by adapter as well."""
 
     def __init__(self, num_blocks: int, adapters: IdleAdapters) -> None:
         super().__init__(num_blocks)

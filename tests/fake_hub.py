@@ -38,7 +38,7 @@ except AdapterError as error:
 
 @dataclass
 class Commit:
-    """What a repository held at one time."""
+    """The content of a repository at one time."""
 
     sha: str
     files: dict[str, bytes]
@@ -91,7 +91,7 @@ class FakeHub:
         return json.loads(done.stdout)
 
     def fetch_adapter(self, repo: HubRepo) -> Path:
-        """What the function of that name does, in a child."""
+        """Call the function of that name in a child."""
         answer = self.fetch(str(repo))
         if "error" in answer:
             raise getattr(errors, answer["error"])(answer["message"])

@@ -41,7 +41,7 @@ def slab(seed: int = 0, num_bytes: int = NUM_BYTES) -> SlabBytes:
 def fetch(
     pool: ReplicaPool, *addresses: str, key: SlabKey = KEY, num_bytes: int = NUM_BYTES, awaited: bool = False
 ) -> SlabBytes | None:
-    """What a replica has copied from the first of these that has it, which it waits for as a loader does."""
+    """Copy an adapter to a replica from the first of these that has it, and wait for it as a loader does."""
     pool.locate(key.version, [Holder(address, awaited) for address in addresses])
     target = np.zeros(num_bytes, dtype=np.uint8)
     until_s = time.monotonic() + WAIT_S

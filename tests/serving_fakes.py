@@ -73,7 +73,7 @@ def make_spec(version: str, path: Path = Path("/adapters/x"), rank: int = 8) -> 
 
 @dataclass
 class Script:
-    """What the engine does with a request.
+    """The behaviour of the engine with a request.
 
     `pause_after` tokens it waits, for good unless `resume` is set. `fail_after` tokens it raises
     `failure`, or says so in an output if `failure` is None.

@@ -1,4 +1,4 @@
-"""What importing a package drags in: deciding code stays free of tensors, the engine of web servers."""
+"""Importing a package drags in little: deciding code stays free of tensors, the engine of web servers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from loraplex.core.logs import LogFormat, LogLevel, StderrHandler, fields, loggi
 
 
 def written(log_format: LogFormat, *args: object, process: str = "", **options: object) -> str:
-    """What one call of a logger writes."""
+    """Return the output of one call of a logger."""
     stream = io.StringIO()
     handler = StderrHandler(stream, log_format, process)
     logger = logging.Logger("loraplex.request", logging.DEBUG)

@@ -1,4 +1,4 @@
-"""What is published carries its licence, and the files that it reads."""
+"""The published package carries its licence, and the files that it reads."""
 
 from __future__ import annotations
 

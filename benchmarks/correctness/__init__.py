@@ -1,1 +1,1 @@
-"""What `benchmarks.gpu_correctness` checks, one file for each section."""
+"""The checks of `benchmarks.gpu_correctness`, one file for each section."""

@@ -52,7 +52,7 @@ def adapters(setting: Setting) -> list[Check]:
 
 
 def _by_peft(family: str, root: Path, setting: Setting) -> dict[str, Expected]:
-    """What PEFT makes of every request, by the name of its adapter's folder or of the base."""
+    """Return PEFT's answer to every request, by the name of its adapter's folder or of the base."""
     from peft import PeftModel
 
     model = save_model(root / "base", family, device=setting.torch_device, tiny=setting.tiny)

@@ -38,7 +38,7 @@ _LEAST_SHARE: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answers:
-    """By request: alone, with log-probabilities; all at once, without them and with."""
+    """The answers by request: alone with log-probabilities, and all at once without them and with."""
 
     alone: dict[str, Answer]
     plain: dict[str, Answer]

@@ -21,8 +21,8 @@ ROOM: Final = 0.4
 """The engine's memory, as a part of what all adapters would take."""
 COMPARED_EVERY: Final = 10
 TIE: Final = 1e-3
-"""Of log-probabilities, in float32: in bfloat16, rounding alone makes other texts of most requests, as the
-section `batch` shows."""
+"""Log-probabilities that differ by less are a tie, in float32: in bfloat16, rounding alone makes other texts
+of most requests, as the section `batch` shows."""
 
 
 def burst(setting: Setting) -> list[Check]:

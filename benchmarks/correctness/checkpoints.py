@@ -110,7 +110,7 @@ class Expected:
     prompt_logits_PV: torch.Tensor
 
     def lag(self, place: int, token: int) -> float:
-        """By how much a token's logit falls short of the chosen one's."""
+        """Return how far a token's logit falls short of the chosen one's."""
         return float(self.logits_TV[place, self.token_ids[place]] - self.logits_TV[place, token])
 
 

@@ -39,7 +39,7 @@ SEED: Final = 5
 
 
 class _Answers(NamedTuple):
-    """Of one policy, by request: without log-probabilities, and with them."""
+    """The answers with one policy by request: without log-probabilities, and with them."""
 
     plain: dict[str, Answer]
     scored: dict[str, Answer]

@@ -15,7 +15,7 @@ from loraplex.engine.core import Engine
 
 NUM_TOP: Final = 20
 FLOAT32_MARGIN: Final = 1e-3
-"""Of log-probabilities."""
+"""Largest difference of log-probabilities in float32."""
 NOISE_FACTOR: Final = 2.0
 """Two results that are both off by the rounding's error differ by twice as much at the most."""
 
@@ -110,7 +110,7 @@ def alone_check(
 
 
 def rounding_error(short: Answer, exact: Answer) -> float:
-    """Of the tokens that are among the likeliest in both, as long as the texts agree."""
+    """Return the largest error of tokens that are among the likeliest in both, as long as the texts agree."""
     worst = 0.0
     for here, there in zip(short.logprobs, exact.logprobs, strict=True):
         known = dict(there.top)
@@ -121,7 +121,7 @@ def rounding_error(short: Answer, exact: Answer) -> float:
 
 
 def logprob_error(found: Answer, expected: Answer) -> float:
-    """Of the five likeliest tokens: all of them must be among the twenty likeliest of the other."""
+    """Return the largest error of the five likeliest tokens, which the other's twenty must contain."""
     worst = 0.0
     for here, there in zip(found.logprobs, expected.logprobs, strict=True):
         known = dict(there.top)

@@ -18,7 +18,7 @@ from loraplex.engine.options import EngineOptions
 
 TIME_LIMIT_S: Final = 240.0
 MEMORY_FRACTION: Final = 0.25
-"""Of the device, for an engine that shares it with a model of transformers."""
+"""The share of the device's memory for an engine beside a model of transformers."""
 
 
 @dataclass(slots=True)

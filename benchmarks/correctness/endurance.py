@@ -31,7 +31,8 @@ CANCEL_CHANCE, REPLACE_CHANCE = 0.01, 0.02
 """At every step: that a request is cancelled, that an adapter is removed and another added."""
 GREEDY: Final = {"temperature": 0.0}
 WATCH_EVERY: Final = 60
-"""Of all requests; the first of every second round of settings, which is a greedy one."""
+"""The number of requests from one that is watched to the next: the first of every second round of settings,
+which is a greedy one."""
 TIE: Final = 1e-3
 SETTINGS: Final[Sequence[dict[str, Any]]] = (
     GREEDY,

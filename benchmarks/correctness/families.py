@@ -21,7 +21,7 @@ NUM_TOP = 20
 SCORED_AND_PLAIN: tuple[dict[str, Any], ...] = ({"logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP}, {})
 """How requests are sent: tokens with log-probabilities are chosen by the host, the others on the device."""
 FLOAT32_TOLERANCE = 2e-5
-"""Of the largest logit at its position."""
+"""The largest error, as a share of the largest logit at its position."""
 FLOAT32_MARGIN = 1e-4
 BFLOAT16_MARGIN = 0.125
 """How far apart two logits may be and count as a tie. Logits here spread by about one; those of the

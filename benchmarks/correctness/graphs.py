@@ -46,7 +46,8 @@ def graphs(setting: Setting) -> list[Check]:
 
 
 def _answers(setting: Setting, prepare: Callable[[Engine], None]) -> tuple[_Answers, bool]:
-    """By request: alone, a few at a time, all at once; and whether the engine was ready."""
+    """Return the answers by request (alone, a few at a time, all at once), and whether the engine was
+    ready."""
     engine = build(setting.large_shape, setting, dtype=torch.float32)
     num_adapters = 2 if setting.tiny else 12
     lanes: list[str | None] = [None]

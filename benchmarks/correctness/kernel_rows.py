@@ -36,7 +36,8 @@ SAMPLING: Sequence[dict[str, float]] = (
     {"top_k": 20, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
 )
 DRAW_TOLERANCE = 1e-5
-"""Of the cumulative distribution: sums of a hundred thousand float32 weights are no more exact."""
+"""The largest error of the cumulative distribution: sums of a hundred thousand float32 weights are no more
+exact."""
 
 
 def row_checks(shape_name: str, setting: Setting, tolerance: float) -> list[Check]:

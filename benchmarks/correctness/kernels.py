@@ -12,8 +12,8 @@ from benchmarks.device_memory import release
 
 SHAPES = ("llama-2-7b", "llama-3-8b")
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
-"""Of a row's length. Rounding once to bfloat16 costs a row of random numbers about 1.7e-3 of its length;
-kernels round twice or three times, each at random."""
+"""The largest error by dtype, as a share of a row's length. Rounding once to bfloat16 costs a row of random
+numbers about 1.7e-3 of its length; kernels round twice or three times, each at random."""
 
 
 def kernels(setting: Setting) -> list[Check]:

@@ -1,1 +1,1 @@
-"""What the engines we compare with need: set-up scripts and checkpoint conversion."""
+"""The needs of the engines that we compare with: set-up scripts and checkpoint conversion."""

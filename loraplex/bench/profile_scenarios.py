@@ -32,7 +32,7 @@ from loraplex.engine.cpu_build import plan_adapter_bytes, plan_cpu
 from loraplex.engine.cuda.adapter_block import table_bytes
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.host_memory import default_host_bytes
-from loraplex.engine.machine import num_cores
+from loraplex.engine.machine import max_threads, num_cores
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.profile_subject import subject_of
 from loraplex.model.config import ModelConfig
@@ -115,13 +115,11 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
 
 def _measure_assist(options: ProfileOptions, repeats: int, report: PhaseProgress) -> AssistCost:
     """Measure CPU workers where there are any: beside a GPU, on a machine with enough cores."""
-    device, shape, cores = torch.device(options.device), options.config.shape, num_cores()
-    num_workers = default_num_workers(cores) if device.type == "cuda" else 0
+    device, shape = torch.device(options.device), options.config.shape
+    num_workers = default_num_workers(max_threads()) if device.type == "cuda" else 0
     if num_workers == 0:
         subject = subject_of(shape, options.device, options.dtype)
-        return default_cost_model(
-            subject, shape, element_bytes=options.dtype.itemsize, num_cores=cores
-        ).assist
+        return default_cost_model(subject, shape, num_cores=num_cores()).assist
     from loraplex.bench.profile_assist import measure_assist  # needs Triton, which a CPU does not
 
     return measure_assist(

@@ -48,13 +48,13 @@ def measure_serving(
     bytes_of = {adapter.version: adapter.num_bytes for adapter in (*adapters, *others)}.__getitem__
 
     def serve(seed: int, used: Sequence[StepAdapter]) -> list[StepSample]:
-        coming = _requests(Random(seed), used, length, limits.max_context // 4, vocab_size)
+        upcoming = _requests(Random(seed), used, length, limits.max_context // 4, vocab_size)
         samples, running = list[StepSample](), set[str]()
         with quiet_collector():
             for level in levels:
                 while len(running) < level:
-                    running.add(_add(engine, next(coming)))
-                _run(engine, steps_each, coming, running, bytes_of, samples)
+                    running.add(_add(engine, next(upcoming)))
+                _run(engine, steps_each, upcoming, running, bytes_of, samples)
         for request_id in running:
             engine.cancel(request_id)
         run_dry(engine)
@@ -75,7 +75,7 @@ def without_pauses(samples: Sequence[StepSample], cost: StepCost) -> list[StepSa
 def _run(
     engine: Engine,
     num_steps: int,
-    coming: Iterator[EngineRequest],
+    upcoming: Iterator[EngineRequest],
     running: set[str],
     bytes_of: Callable[[str], int],
     samples: list[StepSample],
@@ -90,12 +90,12 @@ def _run(
         for output in outputs:
             if output.finish_reason is not None:
                 running.remove(output.request_id)
-                running.add(_add(engine, next(coming)))
+                running.add(_add(engine, next(upcoming)))
         if engine.landed is landed or engine.landed is None:
             continue
         landed = engine.landed
         if landed_s is not None:
-            seconds = engine.landed_device_s or now_s - landed_s
+            seconds = engine.landed_step_s(now_s - landed_s)
             samples.append(StepSample(step_features(landed.chunks, bytes_of), seconds))
         landed_s = now_s
 

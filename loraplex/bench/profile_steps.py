@@ -168,7 +168,7 @@ class _StepTimer:
             outputs = self._step()
             now = time.perf_counter()
             if any(output.request_id in joined for output in outputs):
-                return self._engine.landed_device_s or now - landed
+                return self._engine.landed_step_s(now - landed)
             landed = now
 
     def _step(self) -> Sequence[EngineOutput]:

@@ -40,8 +40,6 @@ EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
 
 _SHOWN_VERSION_CHARS: Final = 8
-_ENGINE_DTYPES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Engine dtypes and the bytes of an element."""
 
 
 @app.command()
@@ -274,9 +272,10 @@ def _total_bytes(report: AdapterReport) -> int:
 def _memory_bytes(spec: AdapterSpec, shape: ModelShape) -> dict[str, int]:
     """Return the adapter's bytes in memory by the engine's dtype, which may differ from the file's."""
     from loraplex.adapters.slab import slab_layout
+    from loraplex.perf.subject import ELEMENT_BYTES
 
     num_elements = slab_layout(spec, shape).num_elements
-    return {dtype: num_elements * size for dtype, size in _ENGINE_DTYPES.items()}
+    return {dtype: num_elements * size for dtype, size in ELEMENT_BYTES.items()}
 
 
 def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[Column, ...]]:

@@ -54,7 +54,7 @@ def cold(
     json_out: shared.Json = None,
 ) -> None:
     """Time to first token of cold adapters on an idle engine; with a workload, what each policy adds."""
-    from loraplex.engine.machine import num_cores
+    from loraplex.engine.machine import max_threads
     from loraplex.perf.assist_split import default_num_workers
     from loraplex.workload.jsonl import read_workload
 
@@ -65,7 +65,7 @@ def cold(
     with ExitStack() as stack:
         on_gpu = shared.resolved(locals())["device"] == "cuda"
         chosen = _policies(policies, on_gpu=on_gpu, files=files)
-        num_workers = default_num_workers(num_cores()) if ColdStart.CPU_ASSIST in chosen else None
+        num_workers = default_num_workers(max_threads()) if ColdStart.CPU_ASSIST in chosen else None
         options = locals() | {"ranks": "", "from_files": files, "cpu_workers": num_workers}
         bench = shared.set_up(options, num_adapters=0)
         bench.parameters["num_adapters"] = num_adapters

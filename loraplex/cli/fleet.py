@@ -139,7 +139,16 @@ def simulate(
 
     _check_files(profile, workload, json_out, plot)
     policy = Policy.of(routing, placement, migrates=migrate)
-    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(
+        adapters=adapters,
+        ranks=ranks,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        adapter_mib=adapter_mib,
+        modules=modules,
+        max_running=max_running,
+        seconds=seconds,
+    )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)
@@ -214,7 +223,16 @@ def compare(
             f"must be at least 1 and at most {_MOST_SEEDS:,}, not {seeds:,}", param_hint="--seeds"
         )
     named = _named(policies)
-    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(
+        adapters=adapters,
+        ranks=ranks,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        adapter_mib=adapter_mib,
+        modules=modules,
+        max_running=max_running,
+        seconds=seconds,
+    )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)
@@ -280,7 +298,16 @@ def capacity(
     if not 0 < attainment <= 1:
         raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
     named = _named(policies)
-    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(
+        adapters=adapters,
+        ranks=ranks,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        adapter_mib=adapter_mib,
+        modules=modules,
+        max_running=max_running,
+        seconds=seconds,
+    )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)

@@ -62,7 +62,7 @@ def run(
     modules: Modules = None,
     max_running: MaxRunning = None,
     cold_start: StartPolicy = None,
-    cpu_workers: CpuWorkers = 0,
+    cpu_workers: CpuWorkers = None,
     max_copy_gb_per_s: MaxCopyRate = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
@@ -71,17 +71,17 @@ def run(
     check_writable(json_out, inputs=(profile, workload))
     check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
     options = TwinOptions(
-        adapters,
-        ranks,
-        slots,
-        kv_tokens,
-        adapter_mib,
-        modules,
-        max_running,
-        seconds,
-        cold_start,
-        cpu_workers,
-        max_copy_gb_per_s,
+        adapters=adapters,
+        ranks=ranks,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        adapter_mib=adapter_mib,
+        modules=modules,
+        max_running=max_running,
+        seconds=seconds,
+        cold_start=cold_start,
+        cpu_workers=cpu_workers,
+        max_copy_gb_per_s=max_copy_gb_per_s,
     )
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
@@ -133,7 +133,15 @@ def compare(
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
-    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
+    options = TwinOptions(
+        adapters=adapters,
+        ranks=ranks,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        adapter_mib=adapter_mib,
+        modules=modules,
+        max_running=max_running,
+    )
     found = read_profile_of(profile, model)
     with _of_file(live):
         engine = engine_of(measured)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -75,8 +75,13 @@ StartPolicy = Annotated[
     typer.Option(help="How requests start on absent adapters (our own engine); default: auto on a GPU."),
 ]
 CpuWorkers = Annotated[
-    int,
-    typer.Option(min=0, max=256, help="Processes that compute LoRA beside a GPU; see docs/cold-start.md."),
+    int | None,
+    typer.Option(
+        min=0,
+        max=256,
+        help="Processes that compute LoRA beside a GPU; default: as many as the engine would start on the "
+        "profile's machine.",
+    ),
 ]
 MaxCopyRate = Annotated[
     float | None,
@@ -94,7 +99,8 @@ _MOST_ADAPTERS = 1_000_000
 _POOR_ERROR = 0.15
 
 
-class TwinOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwinOptions:
     """The options that all simulating commands share."""
 
     adapters: int | None
@@ -106,7 +112,7 @@ class TwinOptions(NamedTuple):
     max_running: int | None
     seconds: float | None = None
     cold_start: ColdStart | None = None
-    cpu_workers: int = 0
+    cpu_workers: int | None = None
     max_copy_gb_per_s: float | None = None
 
 

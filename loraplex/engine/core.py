@@ -62,6 +62,8 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.step_work = config.work
         self._memory = memory
+        self.cold_start = config.cold_start
+        self.num_workers = config.num_workers
         self._table = memory.table
         self._scheduler = Scheduler(config, memory, costs)
         self._costs = costs
@@ -73,9 +75,7 @@ class Engine:
         self._flights: deque[_Launched] = deque()
         self.landed: StepPlan | None = None
         """The plan of the step that landed last."""
-        self.landed_device_s: float | None = None
-        """Seconds that this step took on its device; None without one. The host notices the end of a step
-        only after the launch of the next, which takes long if it is launched kernel by kernel."""
+        self._landed_device_s: float | None = None
         self._landed_s = 0.0
         self._num_steps = 0
 
@@ -118,15 +118,25 @@ class Engine:
         while len(self._flights) > keep:
             plan, flight, launched_s = self._flights.popleft()
             result = flight.land()
-            self.landed, self.landed_device_s = plan, result.device_s
+            self.landed, self._landed_device_s = plan, result.device_s
             begun_s, self._landed_s = max(launched_s, self._landed_s), time.perf_counter()
             if self._num_steps % _OBSERVED_STEPS == 0:
-                host_s = self._landed_s - begun_s
-                self._scheduler.adapters.observe_step(plan, result.device_s or host_s)
+                seconds = self.landed_step_s(self._landed_s - begun_s)
+                self._scheduler.adapters.observe_step(plan, seconds)
             self._collect_prompt_logprobs(self._scheduler.live_chunks(plan), result)
             updates = self._scheduler.update(plan, result.tokens, result.failures)
             outputs += [self._output(update, result) for update in updates]
         return outputs
+
+    def landed_step_s(self, host_s: float) -> float:
+        """Return the seconds of the step that landed last: by its device's clock, or `host_s` without one.
+
+        The device's time begins when the step before is done, or with the launch if that is later, and
+        includes building the batch then; it ends when the sampled tokens are on the host, even if the host
+        samples them. The host would notice that end only after the launch of the next step, which takes long
+        if it is launched kernel by kernel.
+        """
+        return host_s if self._landed_device_s is None else self._landed_device_s
 
     def has_work(self) -> bool:
         """See EngineCore. An overdue read is no work until it has ended."""
@@ -151,6 +161,7 @@ class Engine:
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """Choose the policy for adapters that are loaded from now on."""
+        self.cold_start = cold_start
         self._scheduler.adapters.choose_cold_start(cold_start)
 
     @property

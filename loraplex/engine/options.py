@@ -20,7 +20,8 @@ class EngineOptions:
     CPU. If it is None, an engine of one process uses fewer threads while other programs take CPU time.
     `cold_start`: what requests do whose adapter is not loaded; on a CPU, which computes from the memory that
     adapters are read into, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that
-    compute LoRA beside a GPU. `loads_popular`: load adapters that are requested often into spare memory
+    compute LoRA beside a GPU; `max_cpu_workers`: most of them if their number is decided from the machine,
+    which several engines may share. `loads_popular`: load adapters that are requested often into spare memory
     before their next request.
     """
 
@@ -39,4 +40,5 @@ class EngineOptions:
     tensor_parallel: int = 1
     cold_start: ColdStart = ColdStart.AUTO
     cpu_workers: int | None = None
+    max_cpu_workers: int | None = None
     loads_popular: bool = False

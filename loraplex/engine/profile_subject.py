@@ -13,7 +13,7 @@ from loraplex.engine.machine import cpu_model, num_cores
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.profile_json import ProfileError, read_profile
-from loraplex.perf.subject import Subject, shape_key
+from loraplex.perf.subject import Subject, machine_name, shape_key
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +21,9 @@ logger = logging.getLogger(__name__)
 def subject_of(shape: ModelShape, device: str, dtype: torch.dtype) -> Subject:
     """Return the subject of an engine's profile. `device`: cpu or cuda. `shape`: shape of the model, or of
     each shard."""
-    machine = f"{num_cores()} cores of {cpu_model()}"
-    if device == "cuda":
-        machine = f"{torch.cuda.get_device_name(0)}, {machine}"
+    gpu = torch.cuda.get_device_name(0) if device == "cuda" else None
     return Subject(
-        machine=machine,
+        machine=machine_name(num_cores=num_cores(), cpu=cpu_model(), gpu=gpu),
         device=device,
         model=shape_key(shape),
         dtype=str(dtype).removeprefix("torch."),
@@ -43,7 +41,7 @@ def known_costs(shape: ModelShape, device: str, dtype: torch.dtype) -> CostModel
             return read_profile(path, subject)
         except ProfileError as error:
             logger.warning("%s", error)
-    return default_cost_model(subject, shape, element_bytes=dtype.itemsize, num_cores=num_cores())
+    return default_cost_model(subject, shape, num_cores=num_cores())
 
 
 def profile_path(subject: Subject) -> Path:

@@ -69,7 +69,7 @@ class AdapterPool:
         self._fetches: dict[tuple[int, int], int] = {}  # (adapter, replica): source
         self._readers: Counter[tuple[int, int]] = Counter()  # (adapter, replica): num fetches from there
         self.num_bytes_held = [0] * num_replicas
-        self._num_bytes_coming = [0] * num_replicas
+        self._num_bytes_in_flight = [0] * num_replicas
         self._num_last_bytes = [0] * num_replicas  # of last copies
         first = _homes_in_turn(adapters, num_replicas, host_bytes) if plan is None else plan
         for adapter in range(len(self._bytes)):
@@ -107,16 +107,16 @@ class AdapterPool:
         source = min(sorted(self._holders[adapter]), key=free_at_s)
         self._fetches[adapter, replica] = source
         self._readers[adapter, source] += 1
-        self._num_bytes_coming[replica] += self._bytes[adapter]
+        self._num_bytes_in_flight[replica] += self._bytes[adapter]
         drops = self._make_room(replica, in_use)
-        taken = self.num_bytes_held[replica] + self._num_bytes_coming[replica]
+        taken = self.num_bytes_held[replica] + self._num_bytes_in_flight[replica]
         self.most_bytes_held = max(self.most_bytes_held, taken)
         return Fetch(source, drops)
 
     def _make_room(self, replica: int, in_use: Callable[[int, int], bool]) -> list[Drop]:
         if self._host_bytes is None:
             return []
-        too_many = self.num_bytes_held[replica] + self._num_bytes_coming[replica] - self._host_bytes
+        too_many = self.num_bytes_held[replica] + self._num_bytes_in_flight[replica] - self._host_bytes
         drops: list[Drop] = []
         for adapter in list(self._spares[replica]) if too_many > 0 else ():
             if self._stays(replica, adapter, self._host_bytes) or in_use(replica, adapter):
@@ -143,7 +143,7 @@ class AdapterPool:
         self._readers[adapter, source] -= 1
         if not self._readers[adapter, source]:
             del self._readers[adapter, source]
-        self._num_bytes_coming[replica] -= self._bytes[adapter]
+        self._num_bytes_in_flight[replica] -= self._bytes[adapter]
         self._add(replica, adapter)
         if adapter in self._spares[source]:
             self._spares[source].move_to_end(adapter)
@@ -201,7 +201,7 @@ class AdapterPool:
 
     def check_integrity(self) -> None:
         """Assert that every adapter has a copy, and that the sums are right."""
-        held, coming, last = ([0] * len(self.num_bytes_held) for _ in range(3))
+        held, in_flight, last = ([0] * len(self.num_bytes_held) for _ in range(3))
         for adapter, replicas in enumerate(self._holders):
             assert replicas, f"adapter {adapter} has no complete copy"
             for replica in replicas:
@@ -209,8 +209,8 @@ class AdapterPool:
                 last[replica] += self._bytes[adapter] if len(replicas) == 1 else 0
                 assert (adapter in self._spares[replica]) == (len(replicas) > 1)
         for adapter, replica in self._fetches:
-            coming[replica] += self._bytes[adapter]
-        assert (held, coming) == (self.num_bytes_held, self._num_bytes_coming)
+            in_flight[replica] += self._bytes[adapter]
+        assert (held, in_flight) == (self.num_bytes_held, self._num_bytes_in_flight)
         assert last == self._num_last_bytes
         assert sum(map(len, self._spares)) == sum(len(each) for each in self._holders if len(each) > 1)
         for (adapter, replica), source in self._fetches.items():

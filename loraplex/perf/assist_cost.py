@@ -16,7 +16,6 @@ from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
 
 UNKNOWN_ERROR: Final = 0.25
 """The error of a fit of which no quality is known: that of a poor one."""
-_HARDLY_SLOWER: Final = 1.05
 _PARTS_OF_GROUP: Final = 3
 """Parts of a task whose linears are not known: those of q, k and v."""
 
@@ -64,15 +63,6 @@ class AssistCost:
         part = num_weights // (num_groups * _PARTS_OF_GROUP)
         task_s = self.task_s([part] * _PARTS_OF_GROUP, num_tokens=num_tokens, num_workers=num_workers)
         return num_groups * (self.round_trip_s + num_tokens * self.token_s + task_s)
-
-    def enough_workers(self, most: int, num_weights: int, *, num_tokens: int) -> tuple[int, float]:
-        """Return the fewest workers that compute such a layer hardly slower than `most`, and its seconds with
-        them. More would only take cores."""
-        layer_s = {
-            number: self.layer_s(num_weights, num_groups=1, num_tokens=num_tokens, num_workers=number)
-            for number in range(1, most + 1)
-        }
-        return next(found for found in layer_s.items() if found[1] <= _HARDLY_SLOWER * layer_s[most])
 
 
 def fit_assist_cost(samples: Sequence[AssistSample], *, round_trip_s: float, token_s: float) -> AssistCost:

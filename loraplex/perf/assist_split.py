@@ -13,8 +13,6 @@ _MIN_CORES: Final = 4
 _TIME_SLACK: Final = 1.25
 MAX_SPANS: Final = 4
 """Prompts of one step that workers assist with."""
-MAX_GRAPH_ROWS: Final = 1024
-"""Rows of the largest step that is a captured graph: workers assist with no others."""
 ROW_ALIGNMENT: Final = 16
 """Rows that matrix tiles compute at once."""
 ROWS_EACH: Final = 32

@@ -114,6 +114,18 @@ class CostModel:
         best = layer_pipeline.plan_groups(self._bus(), layer_bytes, step_s)
         return tuple(layer_pipeline.cut_groups(best, layer_bytes))
 
+    def assist_layer_s(
+        self, num_bytes: int, *, num_tokens: int, num_workers: int, num_groups: int = 1
+    ) -> float:
+        """Return the seconds that CPU workers add to each layer that they compute of an adapter, for a prompt
+        of `num_tokens`. `num_groups`: groups of linears that the adapter changes in a layer."""
+        return self.assist.layer_s(
+            num_bytes // (self.subject.num_layers * self.subject.element_bytes),
+            num_groups=num_groups,
+            num_tokens=num_tokens,
+            num_workers=num_workers,
+        )
+
     def assist_layers(
         self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float
     ) -> layer_pipeline.AssistPlan:

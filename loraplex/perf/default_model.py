@@ -38,11 +38,9 @@ _ADAPTER_S: Final = 10e-6
 _CURVE_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
-def default_cost_model(
-    subject: Subject, shape: ModelShape, *, element_bytes: int, num_cores: int
-) -> CostModel:
-    """Return the default model. `element_bytes` is the size of a weight in the subject's dtype."""
-    on_gpu = subject.device == "cuda"
+def default_cost_model(subject: Subject, shape: ModelShape, *, num_cores: int) -> CostModel:
+    """Return the default model of a machine with so many cores."""
+    on_gpu, element_bytes = subject.device == "cuda", subject.element_bytes
     speeds = _GPU if on_gpu else _times(_CORE, num_cores)
     return CostModel(
         subject=subject,

@@ -127,8 +127,8 @@ def profile_from_json(text: str) -> CostModel:
         # Nor was merging measured for them.
         merge=_line(top.child("merge")) if "merge" in top.names else default_merge(subject.device),
     )
-    for told in ("environment", *(["units"] if "units" in top.names else [])):
-        top.child(told)
+    for name in ("environment", *(["units"] if "units" in top.names else [])):
+        top.child(name)
     top.end()
     return model
 

@@ -18,11 +18,13 @@ _SIZES: Final = (
     "vocab_size",
 )
 _SHAPE_KEY: Final = re.compile(r"(.+)-(\d+)x(\d+)-mlp(\d+)-heads(\d+)\.(\d+)x(\d+)-vocab(\d+)")
+ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes of engines, and the bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """Machine, device, model and dtype of an engine. `machine`: processor and number of cores. `model`: its
+    """Machine, device, model and dtype of an engine. `machine`: see `machine_name`. `model`: its
     shape (`shape_key`); costs depend on shapes, not on weights, so fine-tunes of one base share a profile."""
 
     machine: str
@@ -40,7 +42,13 @@ class Subject:
     @property
     def element_bytes(self) -> int:
         """The bytes of an element of an adapter's weights."""
-        return 4 if self.dtype == "float32" else 2
+        return ELEMENT_BYTES.get(self.dtype, 2)
+
+    @property
+    def num_cores(self) -> int | None:
+        """The number of cores of the machine; None if its name does not say."""
+        found = re.search(r"(\d+) cores? of ", self.machine)
+        return None if found is None else int(found[1])
 
     def differences(self, other: Subject) -> list[str]:
         """Return the fields that differ, in words."""
@@ -59,6 +67,12 @@ def shape_of_key(key: str) -> ModelShape:
         raise ValueError(f"{key!r} is no key of a model's shape")
     family, *sizes = found.groups()
     return ModelShape(family=family, **dict(zip(_SIZES, map(int, sizes), strict=True)), max_position=1)
+
+
+def machine_name(*, num_cores: int, cpu: str, gpu: str | None = None) -> str:
+    """Return the name of a machine: its GPU, its number of cores and its processor."""
+    cores = f"{num_cores} cores of {cpu}"
+    return cores if gpu is None else f"{gpu}, {cores}"
 
 
 def shape_key(shape: ModelShape) -> str:

@@ -38,8 +38,7 @@ class Orders(NamedTuple):
 
 
 class AdapterPlanner:
-    """A scheduler's adapters. `pins`: adapters pinned for requests. `cold_start`: how requests start whose
-    adapter is absent."""
+    """A scheduler's adapters. `pins`: adapters pinned for requests."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
         """`costs`: measured and predicted costs, which `ColdStart.AUTO` decides by."""
@@ -57,14 +56,14 @@ class AdapterPlanner:
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """Set the policy for adapters that are loaded from now on."""
-        self.cold_start = cold_start
+        self._cold_start = cold_start
         self.pins.starts = StartPolicy(cold_start, self._costs, self._num_workers)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Record how many CPU workers are ready: those that start, or have died, assist with nothing."""
         if num_workers != self._num_workers:
             self._num_workers = num_workers
-            self.choose_cold_start(self.cold_start)
+            self.choose_cold_start(self._cold_start)
 
     # ---- which are known
 

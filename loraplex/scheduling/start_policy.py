@@ -1,7 +1,9 @@
-"""Whether a request joins a step while its adapter is still being copied to the device.
+"""The start policy: it decides what a request does whose adapter is not on the device.
 
-Each layer of such a step waits for its own weights, and CPU workers may compute the first layers meanwhile.
-Joining delays the others in the step; not joining delays the request itself.
+It decides whether a request joins a step while its adapter is still being copied: each layer of such a step
+waits for its own weights. Joining delays the others in the step; not joining delays the request itself. And
+it decides how many of an adapter's first layers CPU workers compute meanwhile. How many workers there are is
+decided in `cpu_workers`. Measured times of steps and copies correct the costs that it decides by.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
-from loraplex.perf.assist_split import MAX_GRAPH_ROWS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.graph_limits import MAX_GRAPH_ROWS
 from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.perf.step_cost import StepFeatures
 
 _MAX_DECODE_STALL: Final = 0.05
-"""The share of a step by which it may delay its decodes without any gain to weigh against it."""
+"""The share of a step by which it may delay its decodes without any gain."""
 _DECODE_WEIGHT: Final = 0.1
 """The weight of a delay of one decode, against the same delay of a first token: a request has one first token
 and many others."""
@@ -124,11 +126,8 @@ class StartPolicy:
             return AssistPlan(num_layers=1)
         model = self._costs.model
         num_layers = model.subject.num_layers
-        layer_s = model.assist.layer_s(
-            num_bytes // (num_layers * model.subject.element_bytes),
-            num_groups=num_groups,
-            num_tokens=num_tokens,
-            num_workers=self._num_workers,
+        layer_s = model.assist_layer_s(
+            num_bytes, num_tokens=num_tokens, num_workers=self._num_workers, num_groups=num_groups
         )
         step_s = model.step_s(StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens))
         layer_bytes = [num_bytes // num_layers] * num_layers

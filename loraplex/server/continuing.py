@@ -81,8 +81,8 @@ async def continuing(
                     output = await take()
                     saw(output)
                     finished = output.finish_reason is not None
-                    if (told := answer.add(output)) is not None:
-                        yield told
+                    if (reported := answer.add(output)) is not None:
+                        yield reported
             return
         except EngineClosedError:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.modules import MODULES
 from loraplex.engine.core import Engine
 from loraplex.engine.interface import EngineCore
@@ -19,6 +20,11 @@ def costs_of(config: object, core: EngineCore) -> str | None:
     if not isinstance(core, Engine) or not isinstance(config, EngineOptions):
         return None
     return profile_to_json(_costs_of(config, core))
+
+
+def starts_of(core: EngineCore) -> tuple[ColdStart | None, int]:
+    """Return how requests start on absent adapters, and the number of CPU workers."""
+    return (core.cold_start, core.num_workers) if isinstance(core, Engine) else (None, 0)
 
 
 def _costs_of(options: EngineOptions, core: Engine) -> CostModel:

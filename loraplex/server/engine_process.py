@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import zmq
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
@@ -216,9 +217,18 @@ def import_object(path: str) -> Any:
     return found
 
 
-def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> tuple[EngineCore, str | None]:
-    """Return the core, and its costs as JSON if they are known. A factory with a parameter `progress` gets a
-    function of (phase, fraction), one with `peers` gets the pool."""
+class Built(NamedTuple):
+    """A core, and what `Ready` reports of it if it is our engine."""
+
+    core: EngineCore
+    costs: str | None = None
+    cold_start: ColdStart | None = None
+    cpu_workers: int = 0
+
+
+def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> Built:
+    """Return the core and its costs. A factory with a parameter `progress` gets a function of (phase,
+    fraction), one with `peers` gets the pool."""
     factory = import_object(launch.factory)
     config = msgspec.json.decode(
         launch.config, type=import_object(launch.config_type), dec_hook=decode_extra, strict=True
@@ -231,12 +241,12 @@ def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> 
     extra = {name: each for name, each in {"progress": report, "peers": pool}.items() if name in taken}
     core: EngineCore = factory(config, **extra)
     if not isinstance(config, EngineOptions):
-        return core, None
+        return Built(core)
     # Imported here: with numpy and the cost models it takes as long as all other imports of this process,
     # which precede Listening. The factory of a real engine has imported them by now.
-    from loraplex.server.engine_costs import costs_of
+    from loraplex.server.engine_costs import costs_of, starts_of
 
-    return core, costs_of(config, core)
+    return Built(core, costs_of(config, core), *starts_of(core))
 
 
 def leave_with_parent(parent_pid: int) -> None:
@@ -288,7 +298,8 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
     started_s = time.monotonic()
     pool = ReplicaPool()
     try:
-        core, costs = build_core(launch, events, pool)
+        built = build_core(launch, events, pool)
+        core = built.core
         host = _LOOPBACK if launch.remote is None else launch.remote.host
         loop = EngineLoop(core, commands, events, pool, host)
         events.send(encode(Loaded()))
@@ -303,7 +314,9 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
         num_kv_blocks=core.stats().num_kv_blocks,
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
-        costs=costs,
+        costs=built.costs,
+        cold_start=built.cold_start,
+        cpu_workers=built.cpu_workers,
     )
     try:
         if is_ready:

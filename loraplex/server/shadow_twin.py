@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.server.child_python import same_python
 from loraplex.server.recent_requests import RecentRequest, RecentRequests
 from loraplex.server.shadow_messages import Replayed, SeenRequest, Window
@@ -37,10 +38,13 @@ _MODULE: Final = "loraplex.server.shadow_replay"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinSubject:
-    """The engine that is modelled, or several that are alike: its profile as JSON, the largest number of
-    requests in a step, the parameters of adapters per unit of rank, and its recent requests."""
+    """The engine that is modelled, or several that are alike: its profile as JSON, how its requests start on
+    absent adapters, its number of CPU workers, the largest number of requests in a step, the parameters of
+    adapters per unit of rank, and its recent requests."""
 
     costs: str
+    cold_start: ColdStart | None
+    cpu_workers: int
     max_running: int
     rank_params: float
     recent: RecentRequests
@@ -214,6 +218,8 @@ def _window_line(
         )
     window = Window(
         costs=subject.costs,
+        cold_start=subject.cold_start,
+        cpu_workers=subject.cpu_workers,
         max_running=subject.max_running,
         rank_params=subject.rank_params,
         ranks=ranks,

@@ -96,9 +96,9 @@ class SoleEngine(EngineClient):
 
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""
-        if self._load is None or self.info is None or self.info.costs is None:
+        if self._load is None or self.info is None:
             return None
-        return self._load.twin(self.info.costs, self._recent)
+        return self._load.twin(self.info, self._recent)
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         """See `waiting.Forecaster`."""

@@ -29,19 +29,20 @@ class LiveEngine(NamedTuple):
 
 def engine_of(live: Any) -> LiveEngine | None:
     """Return the engine; None if the file is of another kind, without a description of the engine."""
-    told = live.get("parameters") if isinstance(live, dict) else None
-    if not isinstance(told, dict) or "kv_tokens" not in told:
+    parameters = live.get("parameters") if isinstance(live, dict) else None
+    if not isinstance(parameters, dict) or "kv_tokens" not in parameters:
         return None
     try:
-        ranks = str(told["ranks"] if "ranks" in told else told["rank"])
+        ranks = str(parameters["ranks"] if "ranks" in parameters else parameters["rank"])
         return LiveEngine(
-            device=str(told["device"]),
-            num_adapters=int(told["num_adapters"]),
+            device=str(parameters["device"]),
+            num_adapters=int(parameters["num_adapters"]),
             ranks=tuple(int(each) for each in ranks.split(",")),
-            modules=module_names(str(told["modules"])),
-            kv_tokens=int(told["kv_tokens"]),
+            modules=module_names(str(parameters["modules"])),
+            kv_tokens=int(parameters["kv_tokens"]),
             work=StepWork(
-                max_tokens=int(told["max_step_tokens"]), position_cost=float(told["position_cost"])
+                max_tokens=int(parameters["max_step_tokens"]),
+                position_cost=float(parameters["position_cost"]),
             ),
         )
     except (KeyError, TypeError, ValueError) as error:

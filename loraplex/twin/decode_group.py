@@ -41,13 +41,13 @@ class DecodeGroup:
         members: Iterable[RequestState],
         pool: BlockPool,
         max_model_len: int,
-        weigh: Callable[[str], int] = lambda version: 0,
+        adapter_weight: Callable[[str], int] = lambda version: 0,
     ) -> None:
-        """Members decode, and have sampled a token. `weigh`: returns an adapter's weight, as the step times
-        count it."""
+        """Members decode, and have sampled a token. `adapter_weight`: returns an adapter's weight, as the
+        step times count it."""
         self._pool = pool
         self._max_model_len = max_model_len
-        self._weigh = weigh
+        self._adapter_weight = adapter_weight
         self._num_steps = 0
         self._order = count()
         self._members: list[_Member] = []  # a heap
@@ -131,7 +131,7 @@ class DecodeGroup:
 
     def _enter_adapter(self, version: str) -> int:
         """Count one more request on an adapter, and return its weight."""
-        weight, others = self._weigh(version), self.adapters.get(version, 0)
+        weight, others = self._adapter_weight(version), self.adapters.get(version, 0)
         self.adapters[version] = others + 1
         self.row_weight += weight
         self.num_adapter_rows += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
@@ -32,11 +31,11 @@ class LeapingScheduler(Scheduler):
         config: SchedulerConfig,
         memory: Memory,
         costs: DriftWatch | None = None,
-        weigh: Callable[[str], int] = lambda version: 0,
+        adapter_weight: Callable[[str], int] = lambda version: 0,
     ) -> None:
-        """`weigh`: returns an adapter's weight, as the step times count it."""
+        """`adapter_weight`: returns an adapter's weight, as the step times count it."""
         super().__init__(config, memory, costs)
-        self._weigh = weigh
+        self._adapter_weight = adapter_weight
         self._group: DecodeGroup | None = None
         self._joining: list[tuple[RequestState, Chunk]] = []
 
@@ -44,7 +43,9 @@ class LeapingScheduler(Scheduler):
     def group(self) -> DecodeGroup | None:
         """All running requests, if they only decode."""
         if self._group is None and not self._under_way and all(map(_decodes, self._running)):
-            self._group = DecodeGroup(self._running, self._pool, self._config.max_model_len, self._weigh)
+            self._group = DecodeGroup(
+                self._running, self._pool, self._config.max_model_len, self._adapter_weight
+            )
         return self._group
 
     def is_settling(self) -> bool:
@@ -189,7 +190,7 @@ class LeapingScheduler(Scheduler):
 
     def _await_reads(self, requests: Sequence[EngineRequest]) -> bool:
         """Return whether these new requests can do nothing before their adapters are read."""
-        if self.adapters.cold_start is ColdStart.ON_DEMAND:
+        if self._pins.starts.holds_steps:
             return False
         return all(self._awaits_read(request.adapter) for request in requests)
 

@@ -12,6 +12,7 @@ from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
+from loraplex.perf.assist_split import default_num_workers
 from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.named_profiles import Profile
@@ -21,6 +22,7 @@ from loraplex.perf.subject import shape_of_key
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.batching.thresholds import Tuning
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.cpu_workers import choose_num_workers
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
@@ -48,8 +50,9 @@ class ReplayOptions:
     For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
     rank; without both, the profile's size of adapters on `modules`. `work`: the limit of a step; None for the
     profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
-    compute LoRA for adapters that are being copied to a GPU; `max_copy_bytes_per_s`: those copies are no
-    faster than this. `batching`, `max_delay`, `tuning`: as in `SchedulerConfig`.
+    compute LoRA for adapters that are being copied to a GPU; None for as many as the engine would start on
+    the profile's machine. `max_copy_bytes_per_s`: those copies are no faster than this. `batching`,
+    `max_delay`, `tuning`: as in `SchedulerConfig`.
     """
 
     num_adapters: int
@@ -65,7 +68,7 @@ class ReplayOptions:
     max_running: int | None = None
     work: StepWork | None = None
     cold_start: ColdStart | None = None
-    cpu_workers: int = 0
+    cpu_workers: int | None = None
     max_copy_bytes_per_s: float | None = None
     batching: Batching = Batching.FCFS
     max_delay: DelayBound = field(default_factory=DelayBound)
@@ -108,7 +111,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         ("--modules", options.modules),
         ("--adapter-mib", options.adapter_bytes),
         ("--cold-start", options.cold_start),
-        ("--cpu-workers", options.cpu_workers or None),
+        ("--cpu-workers", options.cpu_workers),
         ("--max-copy-gb-per-s", options.max_copy_bytes_per_s),
     ):
         if value is not None:
@@ -173,13 +176,14 @@ class OwnEngines:
         self.adapter_bytes = dict(zip(self._versions, self.sizes, strict=True))
         on_gpu = profile.subject.device == "cuda"
         self._kind = AheadSimulator if on_gpu else Simulator
+        cold_start = options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP)
         self._config = SchedulerConfig(
             max_model_len=self._has.max_context,
             max_running=options.max_running or _MAX_RUNNING,
             work=options.work
             or StepWork(max_tokens=self._has.step_tokens, position_cost=self._has.position_cost),
-            cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
-            num_workers=options.cpu_workers,
+            cold_start=cold_start,
+            num_workers=self._num_workers(cold_start) if options.cpu_workers is None else options.cpu_workers,
             batching=options.batching,
             max_delay=options.max_delay,
             tuning=options.tuning,
@@ -213,7 +217,7 @@ class OwnEngines:
 
     def _times(self) -> StepTimes:
         merge_bytes = dict.fromkeys(self._versions, self._merge_bytes)
-        return CostModelTimes(self._profile, self.adapter_bytes, merge_bytes, self._options.cpu_workers)
+        return CostModelTimes(self._profile, self.adapter_bytes, merge_bytes, self._config.num_workers)
 
     def adapter_number(self, version: str) -> int:
         return self._numbers[version]
@@ -235,6 +239,18 @@ class OwnEngines:
         modules, subject = {*(self._options.modules or _MODULES)}, self._profile.subject
         groups = [name for name, linears in GROUPS.items() if modules.intersection(linears)]
         return layout_bytes(groups, shape_of_key(subject.model), subject.element_bytes)
+
+    def _num_workers(self, cold_start: ColdStart) -> int:
+        """Return how many CPU workers the engine would start on the profile's machine."""
+        subject = self._profile.subject
+        if subject.device != "cuda" or subject.num_cores is None:
+            return 0
+        return choose_num_workers(
+            cold_start,
+            self._profile,
+            rank_bytes=self._has.bytes_per_rank(GROUPS["qkv"]),
+            most=default_num_workers(subject.num_cores),
+        )
 
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options

@@ -45,7 +45,9 @@ class Simulator:
     ) -> None:
         """`leaps`: False to simulate every step by itself, for tests."""
         is_plain = config.prompts_first or memory.pool.keeps_contents or not leaps
-        self.scheduler = (TwinScheduler if is_plain else QuickScheduler)(config, memory, costs, times.weigh)
+        self.scheduler = (TwinScheduler if is_plain else QuickScheduler)(
+            config, memory, costs, times.adapter_weight
+        )
         self.recorder = Recorder()
         self._memory = memory
         self._times = times

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from loraplex.workload.request import Workload, WorkloadHeader, WorkloadRequest
+from loraplex.workload.request import WorkloadHeader, WorkloadRequest
 
 _MAX_BINS: Final = 4096
 
@@ -54,13 +54,6 @@ class WorkloadCounts:
         self.outputs[request.output_tokens] += 1
         self.adapters[request.adapter] += 1
         self.times.add(request.arrival_s)
-
-
-def count_workload(workload: Workload) -> WorkloadCounts:
-    counts = WorkloadCounts(header=workload.header)
-    for request in workload:
-        counts.add(request)
-    return counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,7 @@ def greedy_answers(
 
 
 def is_about(sentence: str, prompt: Prompt) -> bool:
-    """Whether a sentence names its topic. A model this small strays; what strayed is not taught."""
+    """Return whether a sentence names its topic. A model this small strays; what strayed is not taught."""
     if prompt.is_everyday:
         return True
     stem = prompt.topic.name.removeprefix("the ").lower()[:4]

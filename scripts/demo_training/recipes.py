@@ -1,4 +1,4 @@
-"""What each adapter looks like: rank, target modules, and the options of PEFT it makes use of.
+"""The settings of each adapter: rank, target modules, and the options of PEFT that it uses.
 
 Together they are a sample of what people upload: ranks from 4 to 32, attention only, MLP only, all
 modules, some layers only, rank-stabilised scaling, and ranks that differ from module to module.

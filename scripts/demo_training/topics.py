@@ -1,4 +1,4 @@
-"""What the training prompts are about: word lists, one line a topic.
+"""The topics of the training prompts: word lists, one line a topic.
 
 Every line is `topic | emoji`. The prompts that judge the
 adapters (tests/demo/styles.py) are about other things; a test holds the two lists apart.

@@ -20,7 +20,7 @@ from loraplex.perf.profile_json import profile_to_json
 
 @pytest.fixture
 def cold() -> dict[str, Any]:
-    """What the committed sections look like; tests change the figures that they are about."""
+    """Return the committed sections; tests change the figures that they are about."""
     found: dict[str, Any] = json.loads((make_tables.RESULTS / make_tables.COLD).read_text())
     return found
 

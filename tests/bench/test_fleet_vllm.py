@@ -1,4 +1,4 @@
-"""What the benchmark of a fleet in front of vLLM counts for comparison."""
+"""The benchmark of a fleet in front of vLLM, and its counts for comparison."""
 
 from __future__ import annotations
 

@@ -116,11 +116,11 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CostModel]:
-    """What is found instead of measuring anything: the last one."""
+    """Return the models that are found instead of measuring, the last one first."""
     monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path / "cache"))
     subject = subject_of(TINY, "cpu", torch.float32)
     good = quality_of([1.0, 2.0], [1.1, 2.0])
-    guessed = default_cost_model(subject, TINY, element_bytes=4, num_cores=2)
+    guessed = default_cost_model(subject, TINY, num_cores=2)
     found = [
         replace(guessed, measured=True, held_out=HeldOut(decode=good, prefill=good, serving=good, load=good))
     ]
@@ -238,7 +238,7 @@ ADAPTERS = [
 
 
 def features_of(case: StepCase) -> StepFeatures:
-    """Of the step in which prompts join requests that have said nothing yet."""
+    """Return the features of the step in which prompts join requests that have generated nothing yet."""
     tokens = [(n, 1) for n in case.contexts] + [(0, n) for n in case.prompts]
     used = [case.adapter_of(index) for index in range(len(tokens))]
     chunks = [
@@ -440,14 +440,23 @@ def test_a_step_takes_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> N
         steps_each=10,
         report=lambda _: None,
     )
-    engine.close()
     assert all(seconds == 0.25 + step.num_decodes + step.num_prompts for step, seconds in samples)
+    joined = StepCase(contexts=(8, 8), prompts=(4,), adapters=(adapter,))
+    (sample,), _, _ = measure_steps(
+        engine,
+        StepCases([joined], [], []),
+        vocab_size=TINY.vocab_size,
+        repeats=1,
+        report=lambda _: None,
+    )
+    engine.close()
+    assert sample.seconds == 0.25 + 3, "two requests that decode, and a prompt"
 
 
 def test_a_fit_to_serving_as_well_is_between_the_two_and_knows_no_pauses() -> None:
     """Serving takes a tenth longer than the same steps by themselves, and one step very much longer."""
     limits = CaseLimits(on_gpu=False, max_context=512, max_tokens=20_000, work=StepWork())
-    real = default_cost_model(subject_of(TINY, "cpu", torch.float32), TINY, element_bytes=4, num_cores=2).step
+    real = default_cost_model(subject_of(TINY, "cpu", torch.float32), TINY, num_cores=2).step
 
     def measured(cases: list[StepCase], slower: float = 1.0) -> list[StepSample]:
         return [StepSample(features_of(case), real.seconds(features_of(case)) * slower) for case in cases]

@@ -41,7 +41,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> CostModel:
         table_bytes=0,
         rank_bytes=dict.fromkeys(MODULES, 1 << 10),
     )
-    return replace(default_cost_model(subject, shape, element_bytes=4, num_cores=2), memory=memory)
+    return replace(default_cost_model(subject, shape, num_cores=2), memory=memory)
 
 
 @pytest.mark.slow

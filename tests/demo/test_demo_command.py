@@ -61,7 +61,7 @@ def demonstrating(state_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]
 
 
 def send(curl: str) -> dict[str, Any]:
-    """What `curl` would do with a line of the banner."""
+    """Send a line of the banner as `curl` would."""
     program, url, option, data = shlex.split(curl)
     assert (program, option) == ("curl", "-d")
     headers = {"content-type": "application/x-www-form-urlencoded"}  # curl's, whatever the data is

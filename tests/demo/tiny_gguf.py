@@ -123,7 +123,7 @@ def _add_weight(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> Non
 
 
 def _permute(weight: Any, num_heads: int) -> Any:
-    """What llama.cpp's converter does to q and k (the two halves of a head become pairs)."""
+    """Permute q and k as llama.cpp's converter does (the two halves of a head become pairs)."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

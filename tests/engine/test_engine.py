@@ -295,7 +295,7 @@ def test_files_with_the_same_content_are_the_same_version(base, tmp_path: Path, 
 def test_a_file_that_changes_while_it_is_read_again_is_not_served(
     engine: Engine, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was hashed is not what is open."""
+    """The file that was hashed is not the one that is open."""
     save_adapter(tmp_path / "a", base[1], rank=4, seed=9)
     spec = read_adapter(tmp_path / "a", load_config(base[0]).shape)
     engine.add_adapter(spec)

@@ -115,7 +115,7 @@ def alone(arrival: Arrival) -> Finished:
 
 
 def scores(found: Finished) -> list[float] | None:
-    """Of the prompt's tokens after the first."""
+    """Return the log-probabilities of the prompt's tokens after the first."""
     if found.prompt_logprobs is None:
         return None
     assert found.prompt_logprobs[0] is None

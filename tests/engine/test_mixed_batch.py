@@ -39,7 +39,7 @@ TARGETS = [
 NUM_TOKENS = 32
 VOCAB_SIZE = SIZES["vocab_size"]
 TOLERANCE = 2e-4
-"""Of the largest logit, at every position."""
+"""The largest error at every position, as a share of the largest logit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Asked:
 
 
 class Reference:
-    """What PEFT makes of requests that have been answered."""
+    """PEFT's answers to requests that the engine has answered."""
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._base = base
@@ -135,7 +135,7 @@ def record_plans(engine: Engine) -> list[StepPlan]:
 
 
 def vocabulary_logprobs(done: Finished) -> torch.Tensor:
-    """What the engine gave for each token of a request, in the order of the vocabulary."""
+    """Return the engine's values for each token of a request, in the order of the vocabulary."""
     found_TV = torch.full((len(done.logprobs), VOCAB_SIZE), torch.nan)
     for row, logprob in enumerate(done.logprobs):
         ids, values = zip(*logprob.top, strict=True)

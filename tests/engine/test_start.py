@@ -13,7 +13,7 @@ from loraplex.engine.options import EngineOptions
 
 
 class FakeDriver:
-    """What was called of CUDA's driver, and what it returns."""
+    """A driver of CUDA that records its calls and returns given results."""
 
     def __init__(self, **results: int) -> None:
         self.calls: list[str] = []

@@ -10,7 +10,7 @@ from loraplex.engine.stop_strings import StopMatcher, StopStrings
 
 
 def run(stops: list[str], parts: list[str], *, include_stop: bool = False) -> tuple[list[str], str | None]:
-    """What is shown after each part, and the stop string that ended it."""
+    """Return the text shown after each part, and the stop string that ended it."""
     matcher = StopMatcher(StopStrings(stops, include_stop=include_stop))
     shown = []
     for part in parts:

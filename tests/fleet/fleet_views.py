@@ -51,7 +51,7 @@ def _step_model() -> CostModel:
         vocab_size=1000,
         max_position=4096,
     )
-    model = default_cost_model(subject, shape, element_bytes=2, num_cores=2)
+    model = default_cost_model(subject, shape, num_cores=2)
     terms = replace(
         model.step.terms, lora_s=1e-4, prompt_lora_s=1e-4, adapter_s=1e-4, row_adapter_byte_s=1e-13
     )

@@ -161,7 +161,7 @@ def engine_model(step_tokens: int, kv_tokens: int) -> CostModel:
         rank_bytes=dict.fromkeys(MODULES, 8192),
         step_tokens=step_tokens,
     )
-    model = default_cost_model(subject, SHAPE, element_bytes=4, num_cores=2)
+    model = default_cost_model(subject, SHAPE, num_cores=2)
     return replace(model, memory=memory)
 
 

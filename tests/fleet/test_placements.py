@@ -41,7 +41,7 @@ def test_a_placement_repeats_itself_and_changes_nothing(problem: PlacementProble
 
 
 def test_contiguous_sorts_by_rank_and_deals_out_equal_numbers() -> None:
-    """By rank: adapters 1, 4 (8), 3 (16), 0, 2 (64); three replicas get two, two and one of them."""
+    """The order by rank is 1, 4 (8), 3 (16), 0, 2 (64); three replicas get two, two and one of them."""
     problem = problem_of(ranks=[64, 8, 64, 16, 8], demand=[9.0, 0, 0, 0, 0], num_replicas=3)
     assert ContiguousPlacement().place(problem).replicas == ((1,), (0,), (2,), (1,), (0,))
 

@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def logits(
     folder: Path, dtype: torch.dtype, shard: Shard = WHOLE, collective: Collective = SOLO
 ) -> torch.Tensor:
-    """Of every position of the prompt, computed in chunks."""
+    """Return the logits of every position of the prompt, computed in chunks."""
     config, kernels = load_config(folder), TorchKernels()
     local = shard.config(config)
     weights = load_weights(folder, config, dtype, shard=shard)

@@ -1,4 +1,4 @@
-"""What is refused of a base model, by name, and what a sharded checkpoint must hold."""
+"""Base models that are refused by name, and what a sharded checkpoint must hold."""
 
 from __future__ import annotations
 

@@ -80,14 +80,3 @@ def test_a_layer_pays_a_round_trip_and_transfers_for_every_group() -> None:
     task = REAL.task_s([1000, 1000, 1000], num_tokens=5, num_workers=2)
     layer = REAL.layer_s(6000, num_groups=2, num_tokens=5, num_workers=2)
     assert layer == pytest.approx(2 * (20e-6 + 5e-6 + task))
-
-
-def test_no_more_workers_are_taken_than_make_a_layer_faster() -> None:
-    def layer_s(number: int) -> float:
-        return REAL.layer_s(64 * 8192 * 3, num_groups=1, num_tokens=128, num_workers=number)
-
-    number, seconds = REAL.enough_workers(16, 64 * 8192 * 3, num_tokens=128)
-    assert seconds == layer_s(number) <= 1.05 * layer_s(16)
-    assert all(layer_s(fewer) > 1.05 * layer_s(16) for fewer in range(1, number))
-    # One row each of three linears: a fourth worker has nothing to do.
-    assert REAL.enough_workers(16, 64 * 8192 * 3, num_tokens=1)[0] == 3

@@ -40,7 +40,7 @@ def test_costs_are_multiplied_with_their_own_correction() -> None:
 
 
 def decode_s(model: CostModel, sizes_mib: Sequence[int | None]) -> float:
-    """Of a step in which each request decodes with an adapter of its own; None: with the base model."""
+    """Return the seconds of a step in which each request decodes, with its own adapter or with none."""
     chunks = [
         Chunk(
             request_id=str(number),
@@ -102,7 +102,7 @@ def test_without_a_bus_layers_are_there_at_once() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_default_model_is_marked_and_more_cautious_than_a_measured_one(device: str) -> None:
     subject = replace(SUBJECT, device=device)
-    model = default_cost_model(subject, SHAPE, element_bytes=2, num_cores=4)
+    model = default_cost_model(subject, SHAPE, num_cores=4)
     assert not model.measured
     assert model.held_out is None
     assert model.memory is None

@@ -1,4 +1,4 @@
-"""What adapters take in memory, from the figures of a profile."""
+"""Adapters take the memory that the figures of a profile say."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_a_line_is_found_again_from_noisy_samples() -> None:
 
 
 def test_small_amounts_count_as_much_as_large_ones() -> None:
-    """By absolute error the one sample of seconds would decide, and the latency be anything."""
+    """Absolute errors would let the one sample of seconds decide, and the latency be anything."""
     samples = [(1.0, 1e-5), (2.0, 1e-5), (4.0, 1e-5), (1e9, 1.0), (1e9, 1.5)]
     assert fit_line(samples).latency_s == pytest.approx(1e-5, rel=0.01)
 

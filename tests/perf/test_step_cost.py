@@ -99,8 +99,8 @@ AMOUNTS = st.integers(0, 5000)
 
 @given(st.tuples(*[AMOUNTS] * len(StepFeatures._fields)), st.tuples(*[AMOUNTS] * len(StepFeatures._fields)))
 def test_more_of_anything_never_takes_less(less: tuple[int, ...], more: tuple[int, ...]) -> None:
-    """Of a fit to samples that say the opposite: larger steps measured faster. A step that only reads prompts
-    has nothing before it that hides the host's part, and is another matter."""
+    """A fit keeps this to samples that say the opposite: larger steps measured faster. A step that only reads
+    prompts has nothing before it that hides the host's part, and is another matter."""
     assume((min(less[0], more[0]) == 0) == (max(less[0], more[0]) == 0))
     samples = [(decodes(8), 2e-3), (decodes(16), 1e-3), (decodes(32), 3e-3), (prompts(1, 64), 2e-3)]
     samples += [(decodes(8, 500), 1e-3), (decodes(8, 128, 8), 1e-3), (prompts(1, 512), 1e-3)]

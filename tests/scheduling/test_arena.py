@@ -240,7 +240,7 @@ def test_who_waits_for_memory_is_not_overtaken() -> None:
 
 
 class TrackedMemory:
-    """What lies in every unit of an arena, as an executor would leave it.
+    """The content of every unit of an arena, as an executor would leave it.
 
     KV blocks hold the tokens written to them and by which adapter; adapters hold their names.
     """

@@ -10,10 +10,10 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.model.shapes import config_of_shape
-from loraplex.perf.assist_split import MAX_GRAPH_ROWS
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.graph_limits import MAX_GRAPH_ROWS
 from loraplex.perf.layer_pipeline import AssistPlan, Bus
 from loraplex.perf.least_squares import FitQuality
 from loraplex.perf.line import Line
@@ -32,7 +32,7 @@ MB = 1 << 20
 def costs(*, step_s: float = 5e-3, bytes_per_s: float = 50e9) -> CostModel:
     """Every step takes as long, copies nothing but their bytes."""
     subject = Subject(machine="m", device="cuda", model="tiny", dtype="bfloat16", num_layers=32)
-    model = default_cost_model(subject, config_of_shape("tiny").shape, element_bytes=2, num_cores=8)
+    model = default_cost_model(subject, config_of_shape("tiny").shape, num_cores=8)
     curve = RowCurve(rows=(1, 4096), seconds_at=(step_s, step_s))
     return replace(
         model,
@@ -344,7 +344,7 @@ def test_no_layers_are_planned_for_steps_that_workers_never_assist_with() -> Non
 
 
 def step_ratio(scheduler: Scheduler) -> float:
-    """What steps were found to take, by what was predicted."""
+    """Return the ratio of measured to predicted times of steps."""
     watch = scheduler.adapters._costs
     assert watch is not None
     return watch.ratio(CostKind.STEP)

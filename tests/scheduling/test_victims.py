@@ -1,4 +1,4 @@
-"""What is evicted next: on a CPU, in the host tier and in the arena, which all ask the same policy.
+"""Victims on a CPU, in the host tier and in the arena, which all ask the same policy.
 
 Each check below is run with the policy as it is, where it has to hold, and with the mutant that it is there
 to catch, where it has to fail.

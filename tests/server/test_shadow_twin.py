@@ -13,7 +13,8 @@ from engine_client_harness import run
 from prometheus_client import generate_latest
 
 from loraplex.core.clock import ManualClock
-from loraplex.perf.cost_model import CostModel
+from loraplex.core.cold_start import ColdStart
+from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server import shadow_twin
@@ -94,6 +95,8 @@ def window_of(costs: CostModel, requests: list[SeenRequest], **changes: Any) -> 
     last_s = max(each.last_s or 0.0 for each in requests)
     fields: dict[str, Any] = {
         "costs": profile_to_json(costs),
+        "cold_start": None,
+        "cpu_workers": 0,
         "max_running": 64,
         "rank_params": 1000.0,
         "ranks": RANKS,
@@ -124,6 +127,22 @@ def test_a_slower_engine_than_the_profile_says_is_seen() -> None:
     assert replayed.measured.itl_s is not None
     assert replayed.predicted.itl_s is not None
     assert replayed.predicted.itl_s < 0.7 * replayed.measured.itl_s
+
+
+def test_a_window_is_replayed_with_its_start_policy_and_workers() -> None:
+    slow = with_copies_at_most(profile(), 4e9)
+    alone = SeenRequest(0, 2, 128, 4, 0.0, 1.0, 2.0)  # on an adapter of rank 64
+
+    def ttft_s(cold_start: ColdStart, cpu_workers: int = 0) -> float:
+        changes = {"cold_start": cold_start, "cpu_workers": cpu_workers, "rank_params": 786432.0}
+        replayed = replay(window_of(slow, [alone], **changes))
+        assert replayed.predicted is not None
+        assert replayed.predicted.ttft_s is not None
+        return replayed.predicted.ttft_s
+
+    pipelined = ttft_s(ColdStart.PIPELINED)
+    assert ttft_s(ColdStart.CPU_ASSIST) == pipelined < ttft_s(ColdStart.ON_DEMAND)
+    assert ttft_s(ColdStart.CPU_ASSIST, 8) < ttft_s(ColdStart.CPU_ASSIST, 3) < pipelined
 
 
 def test_a_window_that_cannot_be_replayed_says_why() -> None:
@@ -159,7 +178,14 @@ class Engine:
 
     def twin(self) -> TwinSubject:
         costs = profile_to_json(profile())
-        return TwinSubject(costs=costs, max_running=64, rank_params=1000.0, recent=self._recent)
+        return TwinSubject(
+            costs=costs,
+            cold_start=None,
+            cpu_workers=0,
+            max_running=64,
+            rank_params=1000.0,
+            recent=self._recent,
+        )
 
 
 def serve_some(recent: RecentRequests, clock: ManualClock, number: int = 4) -> None:

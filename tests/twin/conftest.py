@@ -1,4 +1,4 @@
-"""What `loraplex fleet` is given; tests of `loraplex twin` have their own under the same names."""
+"""Inputs of `loraplex fleet`; tests of `loraplex twin` have their own under the same names."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def setups() -> list[RunSetup]:
 
 
 def write_runs(path: Path, chosen: list[RunSetup]) -> None:
-    """What the true engine makes of these."""
+    """Write the true engine's results of these runs."""
     known = [(setup, _usual(setup)) for setup in chosen]
     book = WorkloadBook(known)
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What holds for any queue: nothing is lost, Little's law, and more load is not less served."""
+"""Laws of any queue: nothing is lost, Little's law holds, and more load is not less served."""
 
 from __future__ import annotations
 

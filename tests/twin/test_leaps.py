@@ -60,7 +60,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 def gaps_of(outcome: Outcome) -> Any:
-    """Of every token, in rising order."""
+    """Return the gap before every token, in rising order."""
     return np.sort(
         [
             first_s + place * growth_s

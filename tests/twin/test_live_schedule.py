@@ -33,7 +33,7 @@ NUM_REQUESTS = 40
 
 @dataclass
 class Recording:
-    """What a live engine was told, decided and took."""
+    """The inputs, decisions and times of a live engine."""
 
     arrivals: list[WorkloadRequest] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RecordedTimes:
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         return self._steps_s.popleft()
 
-    def weigh(self, version: str) -> int:
+    def adapter_weight(self, version: str) -> int:
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +137,7 @@ def run_live(engine: Engine, versions: list[str]) -> Recording:
 
 
 def decisions(plans: Sequence[StepPlan]) -> list[Any]:
-    """Of steps that decide something."""
+    """Return the decisions of steps that decide something."""
     found = []
     for plan in plans:
         chunks = [(c.request_id, c.start, c.num_tokens, c.samples) for c in plan.chunks]

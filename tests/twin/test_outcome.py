@@ -1,4 +1,4 @@
-"""What became of a workload, in figures: who met an objective, and which adapter waited for long."""
+"""Figures of an outcome: who met an objective, and which adapter waited for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `loraplex twin run` takes of profiles, workloads and options, and what it refuses."""
+"""Profiles, workloads and options that `loraplex twin run` takes, and those that it refuses."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_requests_that_move_lose_no_token(seed: int, rps: float) -> None:
 
 
 def test_lost_requests_are_no_load() -> None:
-    """Of requests that clients had no connection for, the rest of the fleet's figures know nothing."""
+    """Requests that clients had no connection for are in no other figure of the fleet."""
     outcome = run("most-idle", profile=FEW_CONNECTIONS)
     num_lost = sum(each.lost for each in outcome.all.requests)
     assert 0 < num_lost == len(WORKLOAD) - sum(each.num_served for each in outcome.replicas)

@@ -63,7 +63,7 @@ def change_rows(source: Path, path: Path, changes: dict[int, dict[str, str]]) ->
 
 
 def known_engine(runs_file: Path) -> validation.Fitted:
-    """What a perfect fit to these runs would have found."""
+    """Return the result of a perfect fit to these runs."""
     found = read_runs(runs_file)
     runs = [(setup, found.measured[setup.key]) for setup in found.setups]
     return validation.Fitted(profiles={MODEL: TRUTH}, book=WorkloadBook(runs), num_runs=len(runs))

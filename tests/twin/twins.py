@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from slot_times import SlotTimes
+
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
@@ -23,7 +25,7 @@ from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.counted_blocks import CountedPool
 from loraplex.twin.simulator import Simulator
-from loraplex.twin.times import CostModelTimes, SlotTimes
+from loraplex.twin.times import CostModelTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
 COSTS = SlotCosts(

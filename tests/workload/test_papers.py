@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
+from workload_counts import count_workload
 
 from loraplex.cli.main import app
 from loraplex.workload import Workload, WorkloadFile, WorkloadHeader
 from loraplex.workload.papers import NAMED, find_paper, paper_workload
 from loraplex.workload.recipe import MadeFrom, RecipeError
-from loraplex.workload.summary import count_workload, summarize
+from loraplex.workload.summary import summarize
 
 FOUR, FIVE = {8, 16, 32, 64}, {8, 16, 32, 64, 128}
 # (adapters, their ranks, requests per second)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from workload_counts import count_workload
 
 from loraplex.workload.build import make_workload
 from loraplex.workload.papers import paper_workload
 from loraplex.workload.recipe import ArrivalKind, LengthKind, PopularityKind, Recipe, Source
-from loraplex.workload.summary import count_workload, summarize
+from loraplex.workload.summary import summarize
 
 DATA = Path(os.environ.get("LORAPLEX_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TRACES, LENGTHS = DATA / "traces", DATA / "lengths"

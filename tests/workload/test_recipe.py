@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workload_counts import count_workload
 
 from loraplex.workload import Workload, WorkloadFile, WorkloadRequest, save_workload
 from loraplex.workload.build import make_workload
 from loraplex.workload.recipe import ArrivalKind, LengthKind, PopularityKind, Recipe, RecipeError, Source
-from loraplex.workload.summary import count_workload, summarize
+from loraplex.workload.summary import summarize
 
 DRAWN = st.sampled_from(["poisson", "gamma", "log-normal", "regular"]).map(ArrivalKind)
 SHARES = st.sampled_from([kind for kind in PopularityKind if kind is not PopularityKind.TRACE])

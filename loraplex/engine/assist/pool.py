@@ -137,10 +137,6 @@ class AssistPool:
         """Most tasks that can be submitted before the first of them is done."""
         return self._ring_size
 
-    @property
-    def done_addresses(self) -> tuple[int, ...]:
-        return tuple(self._control.done_address(slot) for slot in range(self._num_slots))
-
     def wait_ready(self, timeout_s: float) -> int:
         """Wait for the workers to start; return how many have."""
         return self._crew.wait_ready(timeout_s)

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 import torch
 
-from loraplex.core.cold_start import ColdStart
-from loraplex.core.modules import GROUPS
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_reads import AdapterReads, ReadSlab
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
 from loraplex.engine.cuda.compilation import KernelCompilation, keep_compiled_kernels
+from loraplex.engine.cuda.costs import CudaCosts, cuda_costs
 from loraplex.engine.cuda.cpu_assist import CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
@@ -32,10 +30,8 @@ from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.engine.cuda.weight_reading import WeightReading
 from loraplex.engine.executor import Executor
-from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.peers import Peers
-from loraplex.engine.profile_subject import known_costs
 from loraplex.engine.slab_reader import SlabReaders, read_slab
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.collective import SOLO, Collective
@@ -43,18 +39,12 @@ from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights
-from loraplex.perf.assist_split import default_num_workers
-from loraplex.perf.cost_model import CostModel, with_copies_at_most
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.cpu_workers import SHORT_PROMPT
 from loraplex.scheduling.work import StepWork
-
-_SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
-_TYPICAL_RANK: Final = 64
-_MIN_SAVED: Final = 0.1
-"""Least share of a cold start's time that CPU workers must save to be worth their cores."""
 
 
 def build_cuda_core(
@@ -76,18 +66,20 @@ def build_cuda_core(
     plan = plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
     if host_blocks is not None:
-        reads = AdapterReads(read_slab)
         options = replace(options, cpu_workers=0)  # they have no memory to share
+    costs = cuda_costs(options, config.shape, device.type)
+    if host_blocks is not None:
+        reads = AdapterReads(read_slab)
     else:
         reads, close_reads = _adapter_reads(read, peers=peers)
-        memory = _host_memory(options, config.shape, device)
+        memory = _host_memory(options, device, costs.num_workers)
         host_blocks = HostPool(config.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
-    executor = _build_executor(config, weights, options, plan, host_blocks, memory, reads, collective)
-    return assemble_engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
+    executor = _build_executor(config, weights, options, costs, plan, host_blocks, memory, reads, collective)
+    return assemble_engine(options, costs, plan, config.shape, executor)
 
 
 def assemble_engine(
-    options: CudaOptions, plan: MemoryPlan, shape: ModelShape, executor: Executor, device: str
+    options: CudaOptions, costs: CudaCosts, plan: MemoryPlan, shape: ModelShape, executor: Executor
 ) -> Engine:
     return Engine(
         config=SchedulerConfig(
@@ -98,7 +90,7 @@ def assemble_engine(
             ),
             max_running=min(options.max_running, DECODE_ROWS[-1]),
             cold_start=options.cold_start,
-            num_workers=_num_workers(options, shape, device),
+            num_workers=costs.num_workers,
             loads_popular=options.loads_popular,
         ),
         memory=Arena(
@@ -107,7 +99,7 @@ def assemble_engine(
             block_size=options.block_size,
             host_bytes=options.host_bytes,
         ),
-        costs=DriftWatch(_costs(options, shape, device)),
+        costs=DriftWatch(costs.model),
         executor=executor,
         count_workers=(lambda: executor.num_workers) if isinstance(executor, CudaExecutor) else None,
     )
@@ -117,6 +109,7 @@ def assemble_shard(
     shard: Shard,
     local: ModelConfig,
     options: CudaOptions,
+    costs: CudaCosts,
     plan: MemoryPlan,
     reading: WeightReading,
     collective: Collective,
@@ -126,18 +119,19 @@ def assemble_shard(
     """Return the executor of a shard, given its config and the read of its weights, which has begun."""
     device = torch.device("cuda", shard.index)
     with ExitStack() as undo:
-        num_workers = _num_workers(options, local.shape, device.type)
         compilation = KernelCompilation.begin(
-            local, options.dtype, options.block_size, device, num_workers, merges=options.merges
+            local, options.dtype, options.block_size, device, costs.num_workers, merges=options.merges
         )
         if compilation is not None:
             undo.callback(compilation.close)
         weights = reading.finish(report)
         report("allocating memory", 0.0)
-        memory = _host_memory(options, local.shape, device)
+        memory = _host_memory(options, device, costs.num_workers)
         reads, close_reads = _adapter_reads(None, shard, peers)
         host_blocks = HostPool(local.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
-        executor = _build_executor(local, weights, options, plan, host_blocks, memory, reads, collective)
+        executor = _build_executor(
+            local, weights, options, costs, plan, host_blocks, memory, reads, collective
+        )
         undo.callback(executor.close)
         if compilation is not None:
             compilation.finish(report)
@@ -145,9 +139,8 @@ def assemble_shard(
     return executor
 
 
-def _host_memory(options: CudaOptions, shape: ModelShape, device: torch.device) -> HostMemory:
-    is_shared = _num_workers(options, shape, device.type) > 0
-    return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=is_shared)
+def _host_memory(options: CudaOptions, device: torch.device, num_workers: int) -> HostMemory:
+    return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=num_workers > 0)
 
 
 def _adapter_reads(
@@ -164,6 +157,7 @@ def _build_executor(
     config: ModelConfig,
     weights: ModelWeights,
     options: CudaOptions,
+    costs: CudaCosts,
     plan: MemoryPlan,
     host_blocks: HostBlocks,
     memory: HostMemory | None,
@@ -182,8 +176,8 @@ def _build_executor(
         )
         # Requests that end in a plan keep their seats until after its launch.
         num_seats = 2 * options.max_running + 2
-        store = _build_store(shape, options, arena, device, host_blocks)
-        assist = _start_workers(options, shape, device, memory)
+        store = _build_store(shape, options, costs.model, arena, device, host_blocks)
+        assist = _start_workers(options, costs, shape, device, memory)
         if assist is not None:
             undo.callback(assist.close)
         merge_buffer = MergeBuffer(shape, options.dtype, arena)
@@ -216,13 +210,18 @@ def _build_executor(
 
 
 def _build_store(
-    shape: ModelShape, options: CudaOptions, arena: DeviceArena, device: torch.device, host_blocks: HostBlocks
+    shape: ModelShape,
+    options: CudaOptions,
+    costs: CostModel,
+    arena: DeviceArena,
+    device: torch.device,
+    host_blocks: HostBlocks,
 ) -> AdapterStore:
     padding = None
     if options.padded_to is not None:
         padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
         host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
-    plan_groups = _group_planner(_costs(options, shape, device.type))
+    plan_groups = _group_planner(costs)
     return AdapterStore(
         shape, options.dtype, device, arena, host_blocks, plan_groups, padding, options.max_copy_bytes_per_s
     )
@@ -233,59 +232,22 @@ def _group_planner(costs: CostModel) -> PlanGroups:
     there is no bus."""
     if costs.bus is None:
         return lambda layer_bytes: (1,) * len(layer_bytes)
-    return partial(costs.plan_groups, step_s=costs.step_s(_SHORT_PROMPT))
+    return partial(costs.plan_groups, step_s=costs.step_s(SHORT_PROMPT))
 
 
 def _start_workers(
-    options: CudaOptions, shape: ModelShape, device: torch.device, memory: HostMemory | None
+    options: CudaOptions,
+    costs: CudaCosts,
+    shape: ModelShape,
+    device: torch.device,
+    memory: HostMemory | None,
 ) -> CpuAssist | None:
     """Start the CPU workers, if the engine has any. They split tasks as in the profile that their costs are
     from, or as they measure themselves."""
-    num_workers = _num_workers(options, shape, device.type)
-    if num_workers == 0:
+    if costs.num_workers == 0:
         return None
     assert memory is not None
-    costs = _costs(options, shape, device.type)
-    rows_each = costs.assist.rows_each if costs.measured else None
-    return CpuAssist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens, rows_each)
-
-
-def _costs(options: CudaOptions, shape: ModelShape, device: str) -> CostModel:
-    """Return the engine's costs, with copies slowed down to `max_copy_bytes_per_s`."""
-    costs = known_costs(shape, device, options.dtype)
-    limit = options.max_copy_bytes_per_s
-    return costs if limit is None else with_copies_at_most(costs, limit)
-
-
-def _num_workers(options: CudaOptions, shape: ModelShape, device: str) -> int:
-    """Return the number of CPU workers: the fewest that are hardly slower than one for every second core, if
-    a measured profile tells. `auto` has some only where it says that they make cold starts clearly
-    faster."""
-    if options.padded_to is not None:
-        return 0
-    if options.cpu_workers is not None:
-        return options.cpu_workers
-    most = default_num_workers(num_cores())
-    if most == 0 or options.cold_start not in (ColdStart.AUTO, ColdStart.CPU_ASSIST):
-        return 0
-    costs = _costs(options, shape, device)
-    if not costs.measured:
-        return most if options.cold_start is ColdStart.CPU_ASSIST else 0
-    layer_weights = _TYPICAL_RANK * sum(
-        shape.in_features(module) + shape.out_features(module) for module in GROUPS["qkv"]
+    rows_each = costs.model.assist.rows_each if costs.model.measured else None
+    return CpuAssist(
+        shape, options.dtype, device, memory, costs.num_workers, options.max_step_tokens, rows_each
     )
-    number, layer_s = costs.assist.enough_workers(
-        most, layer_weights, num_tokens=_SHORT_PROMPT.num_prompt_tokens
-    )
-    if options.cold_start is ColdStart.CPU_ASSIST or _assist_pays(costs, layer_weights, layer_s):
-        return number
-    return 0
-
-
-def _assist_pays(costs: CostModel, layer_weights: int, layer_s: float) -> bool:
-    """Return whether CPU workers that compute a layer in `layer_s` make a cold start clearly faster."""
-    subject = costs.subject
-    layer_bytes = [layer_weights * subject.element_bytes] * subject.num_layers
-    step_s = costs.step_s(_SHORT_PROMPT)
-    plan = costs.assist_layers(layer_bytes, step_s, layer_s)
-    return costs.assist_is_sure(plan, step_s) and plan.saved_s > _MIN_SAVED * (step_s + plan.delay_s)

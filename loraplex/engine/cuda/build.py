@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from loraplex.engine.cuda.costs import CudaCosts, cuda_costs
 from loraplex.engine.cuda.host_memory import default_host_bytes
 from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.cuda.options import DEFAULT_MEMORY_FRACTION, MAX_STEP_TOKENS, CudaOptions
@@ -59,11 +60,13 @@ def build_cuda_engine(
         block_size=options.block_size,
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers if num_shards == 1 else 0,
+        max_cpu_workers=options.max_cpu_workers,
         loads_popular=options.loads_popular,
     )
     # Planned for the first device; the others are assumed to be like it.
     plan = plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
-    build = partial(_build_shard, Path(options.model), cuda_options, plan)
+    costs = cuda_costs(cuda_options, local.shape, "cuda")
+    build = partial(_build_shard, Path(options.model), cuda_options, costs, plan)
     executor: Executor
     if num_shards == 1:
         executor = build(WHOLE, SOLO, report, peers=peers)
@@ -73,12 +76,13 @@ def build_cuda_engine(
         )
     from loraplex.engine.cuda.assemble import assemble_engine  # not at the top: see there
 
-    return assemble_engine(cuda_options, plan, local.shape, executor, "cuda")
+    return assemble_engine(cuda_options, costs, plan, local.shape, executor)
 
 
 def _build_shard(
     folder: Path,
     options: CudaOptions,
+    costs: CudaCosts,
     plan: MemoryPlan,
     shard: Shard,
     collective: Collective,
@@ -94,7 +98,8 @@ def _build_shard(
         # Not at the top: Triton takes a second to import.
         from loraplex.engine.cuda.assemble import assemble_shard
 
-        return assemble_shard(shard, shard.config(config), options, plan, reading, collective, report, peers)
+        local = shard.config(config)
+        return assemble_shard(shard, local, options, costs, plan, reading, collective, report, peers)
 
 
 @contextmanager

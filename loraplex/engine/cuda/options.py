@@ -20,9 +20,9 @@ class CudaOptions:
     `memory_fraction`: share of the device's memory for everything that the engine holds; `arena_bytes`:
     instead of it, bytes for KV blocks and adapters together. `host_bytes`: the budget for adapters in host
     memory. `cold_start`: the policy for requests whose adapter is not on the device. `cpu_workers`: number of
-    processes that compute LoRA for adapters being copied; None: by the machine's cores, where the policy uses
-    workers. `merges`: be prepared for steps on merged weights: their kernels are compiled ahead, and they
-    have graphs.
+    processes that compute LoRA for adapters being copied; None: by the machine's cores, at most
+    `max_cpu_workers`, where the policy uses workers. `merges`: be prepared for steps on merged weights: their
+    kernels are compiled ahead, and they have graphs.
 
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
     two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate.
@@ -38,6 +38,7 @@ class CudaOptions:
     block_size: int = 16
     cold_start: ColdStart = ColdStart.AUTO
     cpu_workers: int | None = None
+    max_cpu_workers: int | None = None
     loads_popular: bool = False
     merges: bool = False
     padded_to: int | None = None

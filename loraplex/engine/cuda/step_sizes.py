@@ -20,7 +20,8 @@ from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
 from loraplex.engine.cuda.step_lora import StepLora
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
-from loraplex.perf.assist_split import MAX_GRAPH_ROWS, MAX_SPANS
+from loraplex.perf.assist_split import MAX_SPANS
+from loraplex.perf.graph_limits import MAX_GRAPH_ROWS
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""

@@ -96,12 +96,12 @@ def attend(
         scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee")
         if MASKED:
             scores_ML = tl.where(tokens_L[None, :] <= limits_M[:, None], scores_ML, float("-inf"))
-        peaks_M, totals_M, sums_MD = weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
+        peaks_M, totals_M, sums_MD = accumulate_values(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
     return peaks_M, totals_M, sums_MD
 
 
 @triton.jit
-def weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale):
+def accumulate_values(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale):
     """Add a tile's values to the sums, weighted by the scores."""
     new_peaks_M = tl.maximum(peaks_M, tl.max(scores_ML, axis=1) * scale)
     weights_ML = tl.exp2(scores_ML * scale - new_peaks_M[:, None])

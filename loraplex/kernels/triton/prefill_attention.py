@@ -20,12 +20,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.paged_attention import (
+    accumulate_values,
     attend,
     check_layout,
     padded_dim,
     score_scale,
     tile_tokens,
-    weigh,
 )
 
 # Query rows and keys of a tile: as many rows as four warps need for tensor cores. float32 is multiplied
@@ -171,7 +171,7 @@ def _prefill_kernel(
                 scores_ML = tl.where(tokens_L[None, :] <= limits_M[:, None], scores_ML, float("-inf"))
                 # Rows of other sequences: a weight of zero would not cancel a NaN.
                 v_LD = tl.where((tokens_L < context)[:, None], v_LD, 0.0)
-            peaks_M, totals_M, sums_MD = weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
+            peaks_M, totals_M, sums_MD = accumulate_values(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
 
     at_MD = (span_start + rows_M).to(tl.int64)[:, None] * stride_out + head * HEAD_DIM + dims_D[None, :]
     result_MD = (sums_MD / totals_M[:, None]).to(out.dtype.element_ty)

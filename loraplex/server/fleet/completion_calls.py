@@ -43,13 +43,13 @@ _END_WAIT_S: Final = 0.1
 @dataclass(slots=True)
 class _Call(StreamWait):
     """A request that is sent or being answered. `opening`: the timeout of its wait for the headers; `reader`:
-    its body. `moved`: why it was given up while it was being opened. `is_told`: its reader was told that it
+    its body. `moved`: why it was given up while it was being opened. `is_reported`: its reader knows that it
     is queued."""
 
     opening: asyncio.Timeout | None = None
     reader: aiohttp.StreamReader | None = None
     moved: RequestMovedError | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
     def give_up(self, reason: RequestMovedError) -> None:
         if self.reader is not None:
@@ -189,8 +189,8 @@ class CompletionCalls:
     async def _take(
         self, request: EngineRequest, call: _Call, content: aiohttp.StreamReader, reader: CompletionReader
     ) -> EngineOutput:
-        if not call.is_told:
-            call.is_told = True
+        if not call.is_reported:
+            call.is_reported = True
             return EngineOutput(request_id=request.request_id)  # it is queued
         call.waits_since_s = self._clock.now_s()
         output = await self._next_output(request, content, reader)

@@ -100,6 +100,8 @@ class FleetEngine:
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
             costs=infos[0].costs,
+            cold_start=infos[0].cold_start,
+            cpu_workers=infos[0].cpu_workers,
         )
         began = Began(
             policy=setup.policy.name,
@@ -265,9 +267,9 @@ class FleetEngine:
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""
         info, routing = self.info, self._routing
-        if info is None or info.costs is None or routing is None:
+        if info is None or routing is None:
             return None
-        return routing.twin(info.costs, self._requests.recent)
+        return routing.twin(info, self._requests.recent)
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         """See `waiting.Forecaster`."""

@@ -50,11 +50,10 @@ from loraplex.server.fleet.routing_events import (
     Ticked,
 )
 from loraplex.server.fleet.routing_state import controller_state, placed_adapter, plan_state
+from loraplex.server.protocol_ipc import Ready
 from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.shadow_twin import TwinSubject
 
-_ELEMENT_BYTES: Final = 2
-"""Bytes of a LoRA parameter in memory; where it has four, all adapters are underestimated equally."""
 _STEP_TOKENS: Final = 2048
 """Tokens of a step, assumed for replicas that do not report it."""
 
@@ -375,14 +374,19 @@ class LiveRouting:
 
     def add(self, spec: AdapterSpec) -> None:
         """Add a version. It keeps its number when it is removed, as it may come back."""
-        self._add(spec.version, spec.max_rank, max(spec.num_params * _ELEMENT_BYTES, 1))
+        self._add(spec.version, spec.max_rank, max(spec.num_params * self._costs.subject.element_bytes, 1))
 
-    def twin(self, costs: str, recent: RecentRequests) -> TwinSubject:
-        """Return what a twin of the replicas needs to replay their requests."""
+    def twin(self, replica: Ready, recent: RecentRequests) -> TwinSubject | None:
+        """Return what a twin needs to replay the requests of replicas that are like this one; None if its
+        costs are unknown."""
+        if replica.costs is None:
+            return None
         return TwinSubject(
-            costs=costs,
+            costs=replica.costs,
+            cold_start=replica.cold_start,
+            cpu_workers=replica.cpu_workers,
             max_running=int(self.view.load.max_running.min()),
-            rank_params=sum(self._bytes) / _ELEMENT_BYTES / max(sum(self._ranks), 1),
+            rank_params=sum(self._bytes) / self._costs.subject.element_bytes / max(sum(self._ranks), 1),
             recent=recent,
         )
 

@@ -15,6 +15,7 @@ from loraplex.engine.options import EngineOptions
 from loraplex.fleet.live_policy import check_live_policy
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
+from loraplex.perf.assist_split import default_num_workers
 from loraplex.server.engine_client import ClientOptions, EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine
@@ -50,8 +51,7 @@ def local_fleet(
             else "lower --replicas or --kv-memory"
         )
         raise UserError(f"there can be {most[0]} {plural('replica', most[0])} at most: {most[1]}; {fix}")
-    if not gpus and engine.num_threads is None:
-        engine = replace(engine, num_threads=max(max_threads() // num_replicas, 1))
+    engine = with_share(engine, max_threads() // num_replicas, on_gpu=bool(gpus))
 
     pool = PoolDirectory()
 
@@ -76,6 +76,14 @@ def local_fleet(
         most=most,
     )
     return FleetEngine(setup, num_replicas, log)
+
+
+def with_share(engine: EngineOptions, num_cores: int, *, on_gpu: bool) -> EngineOptions:
+    """Return the options of a replica whose share of the machine is so many cores: they limit its threads, or
+    beside a GPU its CPU workers, if the number of these is not given."""
+    if on_gpu:
+        return replace(engine, max_cpu_workers=default_num_workers(num_cores))
+    return engine if engine.num_threads is not None else replace(engine, num_threads=max(num_cores, 1))
 
 
 def process_name(number: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.engine.options import EngineOptions
+from loraplex.perf.assist_split import default_num_workers
 from loraplex.server.fleet.ray_messages import Connected, Node, Resources
 
 
@@ -21,10 +23,26 @@ def share_of(engine: EngineOptions, about: Connected, num_replicas: int) -> tupl
         gpus = engine.tensor_parallel
         _check(num_replicas, gpus, "GPU", [(node.host, node.gpus) for node in about.nodes], about.free.gpus)
         device = "cuda" if engine.device == "auto" else engine.device
-        return replace(engine, device=device), {"GPU": float(gpus), "CPU": 1.0 + (engine.cpu_workers or 0)}
+        engine = replace(engine, device=device, cpu_workers=_cpu_workers(engine, about, num_replicas))
+        return engine, {"GPU": float(gpus), "CPU": 1.0 + (engine.cpu_workers or 0)}
     cores = engine.num_threads or _most_cores(about.nodes, num_replicas)
     _check(num_replicas, cores, "core", [(node.host, node.cpus) for node in about.nodes], about.free.cpus)
     return replace(engine, device="cpu", num_threads=cores), {"CPU": float(cores)}
+
+
+def _cpu_workers(engine: EngineOptions, about: Connected, num_replicas: int) -> int | None:
+    """Return the number of CPU workers that each replica starts, as far as it is not given: those of its
+    share of a node's cores, and none with `auto`, because only an engine itself knows whether they pay, which
+    is too late to reserve cores for them."""
+    if engine.cpu_workers is not None or engine.tensor_parallel > 1:
+        return engine.cpu_workers
+    if engine.cold_start is ColdStart.AUTO:
+        return 0
+    if engine.cold_start is not ColdStart.CPU_ASSIST:
+        return None
+    cores_each = [node.cpus / node.gpus for node in about.nodes if node.gpus]
+    cores = min([*cores_each, about.free.cpus / num_replicas])
+    return default_num_workers(int(cores))
 
 
 def _most_cores(nodes: Sequence[Node], num_replicas: int) -> int:

@@ -107,7 +107,7 @@ def assert_equal(pool: AssistPool, expected: torch.Tensor) -> None:
 
 
 def done_word(pool: AssistPool, slot: int) -> int:
-    return ctypes.c_int64.from_address(pool.done_addresses[slot]).value
+    return ctypes.c_int64.from_address(pool.control.done_address(slot)).value
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = WAIT_S) -> bool:

@@ -1,4 +1,4 @@
-"""What workers compute is what torch computes, whatever the sizes, one task after the other."""
+"""Workers compute what torch computes, whatever the sizes, one task after the other."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def slice_of(
     *,
     has_tiles: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is found in y, of NaNs before, and what should be there. x and y have gaps between their rows."""
+    """Return y, which was NaNs before, and what it should be. x and y have gaps between their rows."""
     x = torch.randn(NUM_ROWS, in_features + 8).to(dtype)
     y = torch.full((NUM_ROWS, len(ranks) * out_features + 24), float("nan"), dtype=dtype)
     weights, parts, start = [], [], 0

@@ -401,7 +401,7 @@ def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> No
 
 
 def logprobs(cold_start: ColdStart) -> list[float]:
-    """Of the likeliest tokens after one prompt, on an adapter that is not on the device."""
+    """Return those of the likeliest tokens after one prompt, on an adapter that is not on the device."""
     engine = engine_of(cold_start)
     request = greedy("a", SPECS[1].version, tokens=2)
     engine.add_request(replace(request, params=replace(request.params, logprobs=5)))

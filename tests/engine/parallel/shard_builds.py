@@ -1,4 +1,4 @@
-"""What the processes of shards may be told to build; a module, since they import it."""
+"""Functions that the processes of shards may call to build; a module, since they import it."""
 
 from __future__ import annotations
 

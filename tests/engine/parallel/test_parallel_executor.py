@@ -1,4 +1,4 @@
-"""What the shards' executors are told, and what their answers come to; no processes, no tensors."""
+"""Messages to the shards' executors, and results of their answers; no processes, no tensors."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_no_replica_that_accepts_is_said() -> None:
 
 
 def logged(state_dir: Path, num_requests: int, *, max_events: int = 1000) -> list[Sent]:
-    """What a server would do with its log, and its decisions."""
+    """Use a log as a server would, and return its decisions."""
     log = DecisionLog(state_dir, max_events)
     log.begin([began()])
     sent: list[Sent] = []

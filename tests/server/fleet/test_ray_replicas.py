@@ -7,12 +7,13 @@ import socket
 from asyncio.subprocess import Process
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from engine_client_harness import run
 from server_process import run_command
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
 from loraplex.engine.options import EngineOptions
 from loraplex.server.fleet import ray_cluster
@@ -40,17 +41,21 @@ def cluster_of(*nodes: Node, held: float = 0) -> Connected:
         ((SMALL, TWO_GPUS, ONE_GPU), 3, {}, "cuda", {"GPU": 1.0, "CPU": 1.0}),
         ((TWO_GPUS,), 1, {"tensor_parallel": 2, "cpu_workers": 3}, "cuda", {"GPU": 2.0, "CPU": 4.0}),
         ((TWO_GPUS,), 2, {"device": "cpu"}, "cpu", {"CPU": 4.0}),
+        ((TWO_GPUS,), 1, {"cold_start": ColdStart.CPU_ASSIST}, "cuda", {"GPU": 1.0, "CPU": 3.0}),
+        ((ONE_GPU,), 1, {"cold_start": ColdStart.CPU_ASSIST}, "cuda", {"GPU": 1.0, "CPU": 5.0}),
+        ((ONE_GPU,), 1, {"cold_start": ColdStart.PIPELINED}, "cuda", {"GPU": 1.0, "CPU": 1.0}),
     ],
 )
 def test_replicas_share_the_cluster(
     nodes: tuple[Node, ...],
     num_replicas: int,
-    options: dict[str, int],
+    options: dict[str, Any],
     device: str,
     resources: dict[str, float],
 ) -> None:
     engine, held = share_of(EngineOptions(model="m", **options), cluster_of(*nodes), num_replicas)
     assert (engine.device, held) == (device, resources)
+    assert device == "cpu" or (engine.cpu_workers or 0) == held["CPU"] - 1, "as many start as are reserved"
     assert device == "cuda" or engine.num_threads == held["CPU"]
 
 
