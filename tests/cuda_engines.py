@@ -10,6 +10,7 @@ from tiny import save_model
 
 from loraplex.adapters.slab import SlabLayout
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
@@ -51,7 +52,7 @@ def interpreted(
     read: ReadSlab | None = fill_slab,
     cpu_workers: int | None = None,
     peers: Peers | None = None,
-    merges: bool = False,
+    batching: Batching = Batching.FCFS,
 ) -> Engine:
     options = CudaOptions(
         cold_start=cold_start,
@@ -63,7 +64,7 @@ def interpreted(
         max_step_tokens=24,
         max_running=6,
         max_model_len=48,
-        merges=merges,
+        batching=batching,
     )
     return build_cuda_core(CONFIG, weights(), options, read=read, peers=peers)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.batching import Batching
 from loraplex.engine.core import Engine
+from loraplex.scheduling.batching.batcher import Batcher
 from loraplex.scheduling.plan import StepPlan
 
 
@@ -24,6 +26,8 @@ class Merging:
 
     def __post_init__(self) -> None:
         scheduler = self.engine._scheduler
+        config = replace(scheduler._config, batching=Batching.FCFS)
+        scheduler.batcher = Batcher(config, self.engine._memory, None)
         schedule = scheduler.schedule
         scheduler.schedule = lambda: self._change(schedule)  # type: ignore[method-assign]
 
@@ -39,7 +43,7 @@ class Merging:
             assert memory.table.acquire(self.wanted)  # it must not be evicted for its own merged weights
             if self.merged != self.wanted and memory.take_merged(num_bytes):
                 scheduler = self.engine._scheduler
-                scheduler.adapters.pins._follow_moves(scheduler._running)
+                scheduler.adapters.pins.follow_moves(scheduler._running)
                 merge = self.merged = self.wanted
             memory.table.unpin(self.wanted)
         plan = schedule()

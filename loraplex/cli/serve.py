@@ -15,6 +15,7 @@ from loraplex.cli import serve_options as option
 from loraplex.cli.closed_pipe import outlive_the_reader
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
@@ -42,6 +43,8 @@ def serve_options(
     cold_start: option.StartPolicy = ColdStart.AUTO,
     cpu_workers: option.CpuWorkers = None,
     load_popular: option.LoadPopular = False,
+    batching: option.BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: option.MaxDelay = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
     allow_adapter_dir: option.AllowedDirs = None,
@@ -67,6 +70,7 @@ def serve_options(
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
+    max_delay = option.parse_delay(max_delay_by_grouping, batching)
     max_ttft_s = None if max_ttft is None else option.parse_seconds(max_ttft, "--max-ttft")
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
@@ -90,6 +94,8 @@ def serve_options(
         cold_start=cold_start,
         cpu_workers=cpu_workers,
         loads_popular=load_popular,
+        batching=batching,
+        max_delay=max_delay,
     )
     return ServeOptions(
         engine=engine,

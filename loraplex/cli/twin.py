@@ -16,9 +16,11 @@ import typer
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import served_in_words
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
+from loraplex.cli.serve_options import MaxDelay
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
+    BatchingPolicy,
     CpuWorkers,
     JsonPath,
     KvTokens,
@@ -64,6 +66,8 @@ def run(
     cold_start: StartPolicy = None,
     cpu_workers: CpuWorkers = None,
     max_copy_gb_per_s: MaxCopyRate = None,
+    batching: BatchingPolicy = None,
+    max_delay_by_grouping: MaxDelay = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
@@ -82,6 +86,8 @@ def run(
         cold_start=cold_start,
         cpu_workers=cpu_workers,
         max_copy_gb_per_s=max_copy_gb_per_s,
+        batching=batching,
+        max_delay=max_delay_by_grouping,
     )
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()

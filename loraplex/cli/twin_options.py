@@ -11,6 +11,8 @@ import typer
 
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
+from loraplex.cli.serve_options import parse_delay
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
 
@@ -90,6 +92,10 @@ MaxCopyRate = Annotated[
         help="Copies of adapters to the GPU are no faster than this, as on another machine's bus.",
     ),
 ]
+BatchingPolicy = Annotated[
+    Batching | None,
+    typer.Option("--batching", help="Which requests run together (our own engine); default: fcfs."),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
 
 
@@ -114,6 +120,8 @@ class TwinOptions:
     cold_start: ColdStart | None = None
     cpu_workers: int | None = None
     max_copy_gb_per_s: float | None = None
+    batching: Batching | None = None
+    max_delay: str | None = None
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
@@ -174,6 +182,8 @@ def read_inputs(
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers,
         max_copy_bytes_per_s=None if rate is None else rate * 1e9,
+        batching=options.batching or Batching.FCFS,
+        max_delay=parse_delay(options.max_delay, options.batching or Batching.FCFS),
     )
     if engine is None:
         return requests, chosen

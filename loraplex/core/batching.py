@@ -28,6 +28,11 @@ class Batching(StrEnum):
         return self in (Batching.MERGED, Batching.DYNAMIC, Batching.AUTO)
 
     @property
+    def needs_costs(self) -> bool:
+        """Return whether the policy decides by predicted costs."""
+        return self not in (Batching.FCFS, Batching.MERGED)
+
+    @property
     def groups(self) -> bool:
         """Return whether waiting requests may be admitted by adapter."""
         return self in (Batching.GROUPED, Batching.AUTO)

@@ -6,6 +6,7 @@ the device never waits for Python.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
@@ -13,7 +14,9 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.errors import ModelError
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
@@ -23,6 +26,8 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 _LOAD_WAIT_S = 0.001
 """Seconds that a step without chunks waits for a load before it checks for new requests again."""
@@ -59,6 +64,7 @@ class Engine:
         many CPU workers are ready now; None if their number does not change. `load_deadline_s`: requests fail
         if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
         longest that a step waits for a load."""
+        _check_batching(config.batching, executor)
         self.max_model_len = config.max_model_len
         self.step_work = config.work
         self._memory = memory
@@ -154,10 +160,27 @@ class Engine:
 
     def add_adapter(self, spec: AdapterSpec) -> None:
         self._scheduler.adapters.add(spec.version, self._executor.adapter_bytes(spec), spec)
-        merge_bytes = self._executor.merge_bytes(spec)
-        if merge_bytes is not None:
-            self._scheduler.batcher.merged.know(spec.version, merge_bytes)
+        if self._scheduler.batcher.merges:
+            self._know_merged(spec)
         self._executor.expect(spec)
+
+    def _know_merged(self, spec: AdapterSpec) -> None:
+        """Let steps run on an adapter's merged weights, if there is memory for them."""
+        num_bytes = self._executor.merge_bytes(spec)
+        if num_bytes is None:
+            return
+        budget_bytes = self._table.serving.room.budget_bytes
+        if num_bytes > budget_bytes:
+            logger.warning(
+                "version %s runs unmerged: its merged weights take %s bytes of memory, which has %s for "
+                "adapters; %s, or choose --batching fcfs",
+                spec.version,
+                f"{num_bytes:,}",
+                f"{budget_bytes:,}",
+                self._memory.adapter_advice,
+            )
+            return
+        self._scheduler.batcher.merged.know(spec.version, num_bytes)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """Choose the policy for adapters that are loaded from now on."""
@@ -287,3 +310,10 @@ class Engine:
     def _end(self, request_id: str) -> None:
         self._executor.end(request_id)
         self._prompt_logprobs.pop(request_id, None)
+
+
+def _check_batching(batching: Batching, executor: Executor) -> None:
+    """Raise ModelError if the policy needs merged weights, and there can be none."""
+    reason = executor.why_not_merged
+    if batching in (Batching.MERGED, Batching.DYNAMIC) and reason is not None:
+        raise ModelError(f"--batching {batching} merges adapters: {reason}; choose fcfs, grouped or auto")

@@ -20,6 +20,7 @@ from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.engine.peers import Peers
+from loraplex.engine.profile_subject import known_costs
 from loraplex.engine.slab_reader import read_slab
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.cpu.file_matrices import compile_reader
@@ -30,6 +31,7 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import load_weights
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.thread_governor import ThreadGovernor
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
@@ -108,6 +110,8 @@ def build_cpu_engine(
             max_running=options.max_running,
             cold_start=ColdStart.OVERLAP if options.cold_start is ColdStart.AUTO else options.cold_start,
             loads_popular=options.loads_popular,
+            batching=options.batching,
+            max_delay=options.max_delay,
         ),
         memory=SeparateMemory(
             num_blocks=plan.num_blocks,
@@ -115,6 +119,7 @@ def build_cpu_engine(
             adapter_bytes=plan_adapter_bytes(options),
         ),
         executor=executor,
+        costs=DriftWatch(known_costs(config.shape, "cpu", dtype)) if options.batching.needs_costs else None,
     )
 
 

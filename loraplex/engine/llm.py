@@ -22,6 +22,7 @@ from loraplex.adapters.hub import locate_adapter, resolve_adapter
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import (
     AdapterConflictError,
@@ -112,6 +113,7 @@ class LLM:
         num_threads: int | None = None,
         tensor_parallel: int = 1,
         cold_start: str = ColdStart.AUTO,
+        batching: str = Batching.FCFS,
         parts: EngineParts | None = None,
     ) -> None:
         if parts is None:
@@ -129,6 +131,7 @@ class LLM:
                 num_threads=num_threads,
                 tensor_parallel=tensor_parallel,
                 cold_start=ColdStart(cold_start),
+                batching=Batching(batching),
             )
             parts = _build(options)
         self._shape = parts.shape

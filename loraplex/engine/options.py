@@ -5,8 +5,9 @@ Imports no torch, which takes seconds: a server starts its engine process before
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
 
 
@@ -22,7 +23,8 @@ class EngineOptions:
     adapters are read into, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that
     compute LoRA beside a GPU; `max_cpu_workers`: most of them if their number is decided from the machine,
     which several engines may share. `loads_popular`: load adapters that are requested often into spare memory
-    before their next request.
+    before their next request. `batching`: which requests run together, and `max_delay`, by how much that may
+    delay a request.
     """
 
     model: str
@@ -42,3 +44,5 @@ class EngineOptions:
     cpu_workers: int | None = None
     max_cpu_workers: int | None = None
     loads_popular: bool = False
+    batching: Batching = Batching.FCFS
+    max_delay: DelayBound = field(default_factory=DelayBound)

@@ -43,12 +43,13 @@ class MergedWeights:
         return 0 if version == self.version else self._bytes[version]
 
     def can_hold(self, version: str) -> bool:
-        """Return whether a version is held, or could be written now, as far as is known."""
-        if version == self.version:
-            return True
+        """Return whether a step may run on a version: it is held, or could be written now, as far as is
+        known, and memory was not short lately."""
+        if self._num_steps < self._not_before:
+            return False
         table = self._table
         is_resident = version in table.serving.resident and version not in table.streaming
-        return is_resident and version in self._bytes and self._num_steps >= self._not_before
+        return version == self.version or (is_resident and version in self._bytes)
 
     def hold(self, version: str) -> bool:
         """Write a version before the next step, unless it is held. Return False if there is no memory."""
@@ -72,7 +73,8 @@ class MergedWeights:
         return True
 
     def short_of_memory(self) -> None:
-        """Hold nothing new for some time."""
+        """Record that memory is short: no step runs on merged weights for some time, so that they can be given
+        back."""
         self._not_before = self._num_steps + _RETRY_STEPS
 
     def forget(self, version: str) -> None:

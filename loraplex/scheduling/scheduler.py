@@ -299,6 +299,8 @@ class Scheduler:
             if victim is sequence and len(self._running) == 1:
                 if self._memory.shared and self._table.serving.num_loading > 0:
                     return False  # adapters that load for other requests hold memory that is available soon
+                if self._memory.shared and self.batcher.merged.version is not None:
+                    return False  # the next step does not run on merged weights, and gives these back
                 # Alone and still short: the request has outgrown KV memory.
                 room = room_in_words(sequence.adapter, self._memory)
                 self._fail(sequence, f"{room}, too few for this request; {self._memory.advice}")

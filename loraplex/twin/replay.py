@@ -113,6 +113,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         ("--cold-start", options.cold_start),
         ("--cpu-workers", options.cpu_workers),
         ("--max-copy-gb-per-s", options.max_copy_bytes_per_s),
+        ("--batching", None if options.batching is Batching.FCFS else options.batching),
     ):
         if value is not None:
             raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")

@@ -5,10 +5,11 @@ Random arrivals, lengths, adapters, cancels and memory sizes; the books are chec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 from driving import Finished, run_to_end, step
@@ -18,6 +19,7 @@ from tiny import save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.batching import Batching
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import build_core
@@ -77,7 +79,7 @@ def checkpoint() -> tuple[Path, tuple[AdapterSpec, ...]]:
     return root / "base", tuple(specs)
 
 
-def build(**options: int) -> Engine:
+def build(**options: Any) -> Engine:
     folder, specs = checkpoint()
     engine = build_core(EngineOptions(model=str(folder), block_size=4, **options))
     for spec in specs:
@@ -147,10 +149,47 @@ def test_every_request_gets_the_text_it_would_have_had_alone(
         max_running=max_running,
         runs_ahead=runs_ahead,
     )
-    done = drive(engine, requests)
+    check(drive(engine, requests), requests)
     assert engine.stats().num_kv_blocks_used == 0
     assert all(adapter.in_flight == 0 for adapter in engine.stats().adapters)
     engine.close()
+
+
+@settings(max_examples=40)
+@given(
+    batching=st.sampled_from([each for each in Batching if each is not Batching.FCFS]),
+    requests=st.lists(arrivals, min_size=4, max_size=14),
+    skew=st.integers(0, 4),
+    num_blocks=st.integers(22, 60),
+    max_running=st.integers(1, 6),
+    runs_ahead=st.booleans(),
+)
+def test_under_every_batching_policy_it_is_the_same_text(
+    batching: Batching,
+    requests: list[Arrival],
+    skew: int,
+    num_blocks: int,
+    max_running: int,
+    runs_ahead: bool,
+) -> None:
+    """Merged, paused, grouped. `skew`: of five requests, those that go to the first adapter."""
+    requests = [
+        replace(each, adapter=0) if number % 5 < skew else each for number, each in enumerate(requests)
+    ]
+    engine = build(
+        kv_memory_bytes=num_blocks * 4 * TOKEN_BYTES,
+        max_step_tokens=40,
+        max_running=max_running,
+        runs_ahead=runs_ahead,
+        batching=batching,
+    )
+    check(drive(engine, requests), requests)
+    assert engine.stats().num_kv_blocks_used == 0
+    engine.close()
+
+
+def check(done: dict[str, Finished], requests: list[Arrival]) -> None:
+    """Assert that each request got what it would have got alone, or a part of it if it was cancelled."""
     for index, arrival in enumerate(requests):
         found = done.get(str(index), Finished())
         expected = alone(arrival)

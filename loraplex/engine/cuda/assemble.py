@@ -92,6 +92,8 @@ def assemble_engine(
             cold_start=options.cold_start,
             num_workers=costs.num_workers,
             loads_popular=options.loads_popular,
+            batching=options.batching,
+            max_delay=options.max_delay,
         ),
         memory=Arena(
             num_pages=plan.num_pages,
@@ -120,7 +122,12 @@ def assemble_shard(
     device = torch.device("cuda", shard.index)
     with ExitStack() as undo:
         compilation = KernelCompilation.begin(
-            local, options.dtype, options.block_size, device, costs.num_workers, merges=options.merges
+            local,
+            options.dtype,
+            options.block_size,
+            device,
+            costs.num_workers,
+            merges=options.batching.merges,
         )
         if compilation is not None:
             undo.callback(compilation.close)
@@ -194,7 +201,7 @@ def _build_executor(
                 recorder=GraphRecorder(device) if device.type == "cuda" else None,
                 assist=None if assist is None else assist.memory,
                 merged_memory=merge_buffer.weight,
-                captures_merged=options.merges,
+                captures_merged=options.batching.merges,
             ),
             builder=BatchBuilder(kernels, options.block_size),
             arena=arena,

@@ -62,6 +62,8 @@ def build_cuda_engine(
         cpu_workers=options.cpu_workers if num_shards == 1 else 0,
         max_cpu_workers=options.max_cpu_workers,
         loads_popular=options.loads_popular,
+        batching=options.batching,
+        max_delay=options.max_delay,
     )
     # Planned for the first device; the others are assumed to be like it.
     plan = plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))

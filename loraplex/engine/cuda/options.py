@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
+from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
 
 DEFAULT_MEMORY_FRACTION: Final = 0.9
@@ -21,8 +22,7 @@ class CudaOptions:
     instead of it, bytes for KV blocks and adapters together. `host_bytes`: the budget for adapters in host
     memory. `cold_start`: the policy for requests whose adapter is not on the device. `cpu_workers`: number of
     processes that compute LoRA for adapters being copied; None: by the machine's cores, at most
-    `max_cpu_workers`, where the policy uses workers. `merges`: be prepared for steps on merged weights: their
-    kernels are compiled ahead, and they have graphs.
+    `max_cpu_workers`, where the policy uses workers. `batching`, `max_delay`: as in `SchedulerConfig`.
 
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
     two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate.
@@ -40,6 +40,7 @@ class CudaOptions:
     cpu_workers: int | None = None
     max_cpu_workers: int | None = None
     loads_popular: bool = False
-    merges: bool = False
+    batching: Batching = Batching.FCFS
+    max_delay: DelayBound = field(default_factory=DelayBound)
     padded_to: int | None = None
     max_copy_bytes_per_s: float | None = None

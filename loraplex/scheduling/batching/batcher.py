@@ -28,24 +28,24 @@ _arrival = attrgetter("arrival")
 
 
 class Batcher:
-    """The batches of one scheduler. `merged`: the adapter that is merged into a second set of weights.
+    """The batches of one scheduler. `merged`: the adapter that is merged into a second set of weights, if the
+    policy `merges`.
     `pauses`: whether running requests may be left out of a step; `displaces`: also for an older request that
     waits. `now_s`: sum of the predicted seconds of all
     steps so far; 0 with a policy that does not need it."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
-        assert costs is not None or config.batching in (Batching.FCFS, Batching.MERGED), (
-            f"{config.batching} decides by costs"
-        )
+        assert costs is not None or not config.batching.needs_costs, f"{config.batching} decides by costs"
         self._config = config
         self._memory = memory
         self._costs = costs
         self.merged = MergedWeights(memory)
         self._policy = _policy_of(config)
         self.pauses = self._policy is not None
+        self.merges = config.batching.merges
         self.displaces = self._policy is not None and self._policy.displaces
         self.now_s = 0.0
-        self._keeps_time = config.batching not in (Batching.FCFS, Batching.MERGED)
+        self._keeps_time = config.batching.needs_costs
         self._last: StepBatch = ALL
         self._num_switches = 0
         self._num_merged_steps = 0

@@ -17,6 +17,7 @@ from loraplex.adapters.merged_layout import layout_bytes
 from loraplex.adapters.slab import slab_layout, touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
+from loraplex.core.batching import Batching
 from loraplex.core.modules import GROUPS
 from loraplex.core.request import EngineRequest
 from loraplex.engine.cuda.adapter_block import adapter_block, table_bytes
@@ -120,7 +121,7 @@ def test_graphs_over_merged_weights_change_no_text(recorder: RunAgain) -> None:
     unmerged = merging_of()
     texts = [answers(unmerged, [request])["abc"].token_ids for request in expected]
     unmerged.engine.close()
-    merging = merging_of(merges=True)
+    merging = merging_of(batching=Batching.MERGED)
     merging.engine.get_ready()
     num_recorded = recorder.num_recorded
     for request, text in zip(expected, texts, strict=True):

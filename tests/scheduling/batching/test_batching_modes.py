@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.line import Line
 from loraplex.perf.subject import Subject, shape_key
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
@@ -36,11 +38,13 @@ SHAPE = ModelShape(
     vocab_size=100,
     max_position=64,
 )
-COSTS = default_cost_model(
-    Subject(machine="one", device="cpu", model=shape_key(SHAPE), dtype="float32", num_layers=2),
-    SHAPE,
-    element_bytes=4,
-    num_cores=2,
+COSTS = replace(
+    default_cost_model(
+        Subject(machine="one", device="cpu", model=shape_key(SHAPE), dtype="float32", num_layers=2),
+        SHAPE,
+        num_cores=2,
+    ),
+    merge=Line(latency_s=1e-4, unit_s=0.0),
 )
 MODES = list(Batching)
 
