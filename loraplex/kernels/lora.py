@@ -99,8 +99,8 @@ def merged_weight(
     weight_OI: torch.Tensor, group: LoraGroup | None, into_OI: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return W + scale * B A of a group's stacked weight, summed in float32 and rounded once. `group`: None
-    for W itself. `into_OI`: memory for the result; None to allocate it."""
-    total_OI = weight_OI.to(torch.float32, copy=True)
+    for W itself. `into_OI`: memory for the result, which may be that of W; None to allocate it."""
+    total_OI = weight_OI.to(torch.float32, copy=into_OI is not weight_OI)
     if group is not None:
         for part in group.parts:
             a_RI = group.a_RI[part.rank_start : part.rank_end].float()

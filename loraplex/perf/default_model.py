@@ -42,14 +42,15 @@ def default_cost_model(subject: Subject, shape: ModelShape, *, num_cores: int) -
     """Return the default model of a machine with so many cores."""
     on_gpu, element_bytes = subject.device == "cuda", subject.element_bytes
     speeds = _GPU if on_gpu else _times(_CORE, num_cores)
+    step = _step_cost(shape, speeds, element_bytes)
     return CostModel(
         subject=subject,
         measured=False,
         bus=_BUS if on_gpu else None,
         read=_READ,
         disk=_DISK,
-        step=_step_cost(shape, speeds, element_bytes),
-        merge=default_merge(subject.device),
+        step=step,
+        merge=default_merge(subject.device, step),
         assist=AssistCost(
             round_trip_s=_ROUND_TRIP_S if on_gpu else 0.0,
             token_s=element_bytes * (shape.hidden_size + shape.q_size + 2 * shape.kv_size) * _BUS.copy.unit_s
@@ -62,10 +63,11 @@ def default_cost_model(subject: Subject, shape: ModelShape, *, num_cores: int) -
     )
 
 
-def default_merge(device: str) -> Line:
-    """Return a guess of merging an adapter: on a GPU the weights are read once and written once."""
+def default_merge(device: str, step: StepCost) -> Line:
+    """Return a guess of merging an adapter where steps cost as given: on a GPU the weights are read once and
+    written once, each at the speed at which steps read adapters."""
     if device == "cuda":
-        return Line(latency_s=_GPU_MERGE_LATENCY_S, unit_s=2 / _GPU.bytes_per_s)
+        return Line(latency_s=_GPU_MERGE_LATENCY_S, unit_s=2 * step.terms.adapter_byte_s)
     return CAUTIOUS_MERGE
 
 

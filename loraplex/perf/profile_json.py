@@ -110,14 +110,14 @@ def profile_from_json(text: str) -> CostModel:
         raise ValueError("it was made by an older loraplex")
     if version != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
-    subject = _subject(top.child("subject"))
+    subject, step = _subject(top.child("subject")), _step_cost(top.child("step"))
     model = CostModel(
         subject=subject,
         measured=top.flag("measured"),
         bus=None if (bus := top.optional("bus")) is None else _bus(bus),
         read=_line(top.child("read")),
         disk=_line(top.child("disk")),
-        step=_step_cost(top.child("step")),
+        step=step,
         assist=_assist_cost(top.child("assist")),
         held_out=None if (held_out := top.optional("held_out")) is None else _held_out(held_out),
         memory=None if (memory := top.optional("memory")) is None else _memory(memory),
@@ -125,7 +125,7 @@ def profile_from_json(text: str) -> CostModel:
         # Older profiles lack `kernels`: they were measured on ours, which do not pad.
         kernels=_kernels(top) if "kernels" in top.names else KernelKind.RANK,
         # Nor was merging measured for them.
-        merge=_line(top.child("merge")) if "merge" in top.names else default_merge(subject.device),
+        merge=_line(top.child("merge")) if "merge" in top.names else default_merge(subject.device, step),
     )
     for name in ("environment", *(["units"] if "units" in top.names else [])):
         top.child(name)

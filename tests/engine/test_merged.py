@@ -20,6 +20,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import read_weights
 from loraplex.engine.adapter_reads import AdapterReads
+from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.options import EngineOptions
@@ -28,8 +29,9 @@ from loraplex.kernels.cpu.numba_kernels import NumbaKernels, PackedFloat32Linear
 from loraplex.kernels.interface import Kernels
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.config import load_config
-from loraplex.model.decoder import Decoder, Linears
+from loraplex.model.decoder import Decoder, KVCache, Linears
 from loraplex.model.weights import load_weights
+from loraplex.scheduling.plan import Chunk
 
 PROMPT = [(11 * index + 5) % 256 for index in range(40)]
 ADAPTERS: dict[str, tuple[int, Any, dict[str, Any]]] = {
@@ -203,13 +205,9 @@ def test_a_thousand_merges_change_no_bit(served: Served, dtype: torch.dtype) -> 
     }
 
     def logits(merged: Linears | None) -> torch.Tensor:
-        x_TH = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-        linears = decoder._linears if merged is None else merged
-        found = [x_TH]
-        for layer in linears:
-            found += [layer[group](x_TH) for group in ("qkv", "o", "gate_up")]
-            found.append(layer["down"](found[-1][:, :96]))
-        return torch.cat(found, dim=1)
+        caches = [KVCache.zeros(served.config.shape, 1, 16, dtype) for _ in decoder._linears]
+        built = BatchBuilder(kernels, 16).build([Chunk("a", None, 0, PROMPT[:10], [0], True)], None, {"a"})
+        return decoder.logits(decoder.forward(built.batch, caches, merged))
 
     memory = {}
     if dtype is not torch.float32:  # written into one buffer again and again, as on a GPU

@@ -14,6 +14,7 @@ from cost_models import H200_MEMORY, SUBJECT, h200_model
 from loraplex.core.errors import StorageError
 from loraplex.perf.assist_split import ROW_ALIGNMENT
 from loraplex.perf.cost_model import Corrections, KernelKind, with_padded_kernels
+from loraplex.perf.line import Line
 from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profile, write_profile
 
 
@@ -60,6 +61,17 @@ def test_an_older_profile_is_of_kernels_that_do_not_pad(tmp_path: Path) -> None:
     del document["kernels"]
     path.write_text(json.dumps(document))
     assert read_profile(path).kernels is KernelKind.RANK
+
+
+def test_an_older_profile_guesses_merges_from_the_speed_of_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    model = replace(h200_model(), merge=Line(latency_s=1e-4, unit_s=1e-12))
+    document = json.loads(profile_to_json(model))
+    path.write_text(json.dumps(document))
+    assert read_profile(path).merge == model.merge
+    del document["merge"]
+    path.write_text(json.dumps(document))
+    assert read_profile(path).merge.unit_s == 2 * model.step.terms.adapter_byte_s
 
 
 Change = Callable[[dict[str, Any]], object]

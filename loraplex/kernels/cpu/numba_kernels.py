@@ -19,7 +19,7 @@ from loraplex.kernels.cpu.blas import sgemm_address
 from loraplex.kernels.cpu.lora import LORA_PRODUCTS, LORA_ROWS
 from loraplex.kernels.cpu.rows import RMS_NORM, ROPE_AND_CACHE, SILU_MUL
 from loraplex.kernels.interface import PackedLinear
-from loraplex.kernels.lora import LoraSegment, add_lora_segment
+from loraplex.kernels.lora import LoraSegment, LoraWeights, add_lora_segment, merged_weight
 from loraplex.kernels.reference import TorchKernels, TorchLinear
 
 # A segment this long or longer is compute-bound: the matrix library is faster than one pass over the weights.
@@ -80,6 +80,20 @@ class NumbaKernels(TorchKernels):
         if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return PackedFloat32Linear(weight_OI, bias_O)
         return TorchLinear(weight_OI, bias_O)
+
+    def merge_linear(
+        self,
+        linear: PackedLinear,
+        layer: int,
+        group: str,
+        weights: LoraWeights,
+        into_OI: torch.Tensor | None = None,
+    ) -> PackedLinear:
+        if not isinstance(linear, PackedFloat32Linear):
+            return super().merge_linear(linear, layer, group, weights, into_OI)
+        assert into_OI is None, "packed weights lie where torch puts them"
+        unpacked_OI = linear.weight()  # a copy, so the sum may take its place
+        return linear.with_weight(merged_weight(unpacked_OI, weights.groups[layer].get(group), unpacked_OI))
 
     @cached_property
     def why_not_merged(self) -> str | None:

@@ -45,6 +45,9 @@ def _merge(
     outs = block * BLOCK_O + tl.arange(0, BLOCK_O)
     ins = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     out_mask, in_mask = outs < out, ins < IN
+    at = (out_start + outs).to(tl.int64)[:, None] * IN + ins[None, :]
+    mask = out_mask[:, None] & in_mask[None, :]
+    before = tl.load(weight + at, mask=mask, other=0.0)  # arrives while A and B are multiplied
     acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
     for r0 in range(0, rank, BLOCK_R):
         ranks = r0 + tl.arange(0, BLOCK_R)
@@ -60,9 +63,6 @@ def _merge(
             other=0.0,
         )
         acc = tl.dot(tl.trans(b), a, acc, input_precision="ieee")
-    at = (out_start + outs).to(tl.int64)[:, None] * IN + ins[None, :]
-    mask = out_mask[:, None] & in_mask[None, :]
-    before = tl.load(weight + at, mask=mask, other=0.0)
     total = (before.to(tl.float32) + scale * acc).to(dtype)
     tl.store(merged + at, tl.where(rank > 0, total, before), mask=mask)
 

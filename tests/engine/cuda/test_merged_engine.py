@@ -137,6 +137,18 @@ def test_graphs_over_merged_weights_change_no_text(recorder: RunAgain) -> None:
     merging.engine.close()
 
 
+def test_padded_adapters_are_merged_too() -> None:
+    engine = interpreted(padded_to=32)
+    engine.add_adapter(SPECS[0])
+    merging, texts = Merging(engine, SPECS[:1]), []
+    for wanted in (None, VERSIONS[0]):
+        merging.wanted = wanted
+        texts.append(answers(merging, [greedy("a", VERSIONS[0])])["a"].token_ids)
+    assert merging.num_merged_steps == 2
+    assert texts[0] == texts[1]
+    engine.close()
+
+
 def test_adapters_whose_merged_weights_never_fit_are_not_merged() -> None:
     everything = layout_bytes(GROUPS, SHAPE, 4)
     engine = interpreted(num_pages=everything // PAGE_BYTES)
