@@ -73,8 +73,8 @@ class MergedWeights:
         return True
 
     def short_of_memory(self) -> None:
-        """Record that memory is short: no step runs on merged weights for some time, so that they can be given
-        back."""
+        """Record that memory is short: for some time no step runs on merged weights, so that they can be
+        given back."""
         self._not_before = self._num_steps + _RETRY_STEPS
 
     def forget(self, version: str) -> None:

@@ -66,7 +66,9 @@ class Batcher:
         if self._policy is None:
             return ALL, list(running)
         max_running = self._config.max_running
-        requests = [*running, *nsmallest(max_running, ready, key=_arrival)]
+        # As many waiting ones as can be ready: a batch of one adapter finds its requests far behind.
+        num_ready = max_running + self._config.prefetch_depth
+        requests = [*running, *nsmallest(num_ready, ready, key=_arrival)]
         if self.displaces:
             requests.sort(key=_arrival)
         batch = self._policy.choose(self._view(requests))
@@ -142,17 +144,9 @@ class Batcher:
         return self._costs.model.step_s(features.on_merged_weights() if is_merged else features)
 
     def _features(self, requests: Sequence[RequestState]) -> StepFeatures:
-        """Return the features of a step with these requests. Prompts have what a step may compute of them."""
-        left = self._config.work.max_tokens
-        chunks = []
-        for each in requests:
-            num_tokens = each.num_remaining
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, left)
-                left -= num_tokens
-            if num_tokens > 0:
-                chunks.append(each.chunk_of(num_tokens))
-        return step_features(chunks, self._adapter_bytes)
+        """Return the features of a step in which all of these requests decode. Prompts have to be computed
+        once, in whatever order, so that they decide nothing."""
+        return step_features([each.next_decode() for each in requests], self._adapter_bytes)
 
     def _adapter_bytes(self, version: str) -> int:
         """Return a version's bytes, or 0: it may be forgotten while a step uses it."""

@@ -20,9 +20,9 @@ class CreditLimits:
     """Credits in seconds, each of one request. `initial`: of each adapter. An adapter starves above
     `starving` until it is below `normal`."""
 
-    initial: float = 1.0
-    starving: float = 2.0
-    normal: float = 1.5
+    initial: float = 50.0
+    starving: float = 100.0
+    normal: float = 75.0
 
     def __post_init__(self) -> None:
         assert 0 < self.initial <= self.normal <= self.starving

@@ -49,8 +49,8 @@ class View(NamedTuple):
     the policy does not displace running requests, these come before all others.
     `max_running`: most requests in a step. `merged`: the version whose merged weights are held. `can_merge`:
     whether a version's merged weights could be held from this step on. `merge_s`: predicted seconds of
-    writing them, 0 if they are held. `iteration_s`: predicted seconds of a step with these requests, on
-    merged weights or not. `now_s`: sum of the predicted seconds of all steps so far.
+    writing them, 0 if they are held. `iteration_s`: predicted seconds of a step in which these requests
+    decode, on merged weights or not. `now_s`: sum of the predicted seconds of all steps so far.
     """
 
     requests: Sequence[RequestState]

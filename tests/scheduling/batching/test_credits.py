@@ -9,9 +9,11 @@ from views import requests
 
 from loraplex.scheduling.batching.credits import CreditLimits, Credits
 
+LIMITS = CreditLimits(initial=1.0, starving=2.0, normal=1.5)
+
 
 def test_whoever_runs_out_of_turn_pays_those_who_wait() -> None:
-    credits, made = Credits(), requests("aabbcc")
+    credits, made = Credits(LIMITS), requests("aabbcc")
     credits.transfer(served=made[4:], fcfs=made[:2], seconds=0.1)
     assert credits.credit_of("a") == pytest.approx(1.0 + 0.2)
     assert credits.credit_of("b") == 1.0
@@ -19,14 +21,14 @@ def test_whoever_runs_out_of_turn_pays_those_who_wait() -> None:
 
 
 def test_a_merged_adapter_pays_for_all_that_pause() -> None:
-    credits, made = Credits(), requests("abca")
+    credits, made = Credits(LIMITS), requests("abca")
     credits.transfer(served=[made[0], made[3]], fcfs=made, seconds=0.1)
     assert credits.credit_of("a") == pytest.approx(1.0 - 0.2)
     assert credits.credit_of("b") == credits.credit_of("c") == pytest.approx(1.1)
 
 
 def test_an_adapter_starves_until_it_has_been_paid_back() -> None:
-    credits, made = Credits(CreditLimits(initial=1.0, starving=2.0, normal=1.5)), requests("ab")
+    credits, made = Credits(LIMITS), requests("ab")
     credits.transfer(served=made[1:], fcfs=made[:1], seconds=1.1)
     assert credits.starving_among({"a", "b"}) == {"a"}
     credits.transfer(served=made[:1], fcfs=made[1:], seconds=0.4)
@@ -37,7 +39,7 @@ def test_an_adapter_starves_until_it_has_been_paid_back() -> None:
 
 
 def test_an_adapter_without_credit_may_displace_nobody() -> None:
-    credits, made = Credits(), requests("ab")
+    credits, made = Credits(LIMITS), requests("ab")
     assert credits.can_pay("b", num_displaced=10, seconds=0.1)
     assert not credits.can_pay("b", num_displaced=11, seconds=0.1)
     credits.transfer(served=made[1:], fcfs=made[:1], seconds=1.0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 from views import ADAPTER_S, MERGED_S, requests, view
 
-from loraplex.scheduling.batching.credits import Credits
+from loraplex.scheduling.batching.credits import CreditLimits, Credits
 from loraplex.scheduling.batching.dynamic import DynamicBatching
 from loraplex.scheduling.batching.policy import ALL, StepBatch, merged_batch
 from loraplex.scheduling.batching.thresholds import AdaptiveThresholds
 
+LIMITS = CreditLimits(initial=1.0, starving=2.0, normal=1.5)
+
 
 def policy(alpha: float = 0.7, beta: float = 0.4) -> DynamicBatching:
-    return DynamicBatching(AdaptiveThresholds(alpha=alpha, beta=beta))
+    return DynamicBatching(AdaptiveThresholds(alpha=alpha, beta=beta), Credits(LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_an_adapter_that_has_spent_its_credit_runs_unmerged_with_the_others() ->
 
 
 def test_a_starving_adapter_runs_first_and_pays_for_it() -> None:
-    dynamic = DynamicBatching(AdaptiveThresholds(alpha=0.7, beta=0.4), Credits())
+    dynamic = policy()
     dynamic.credits.balances.update({"c": 1.5, "a": -1.5})
     made = requests("aaaac")
     batch = dynamic.choose(view(made))
