@@ -1,4 +1,4 @@
-"""Other victims, queues and rules of admission than the shipped ones, in the twin of one GPU.
+"""Other victims, queues, admission and start policies than the shipped ones, in the twin of one GPU.
 
     python -m benchmarks.policies --data FOLDER                 all workloads, some minutes
     python -m benchmarks.policies zipf-100 conversations-100    these; the others keep their figures
@@ -6,9 +6,10 @@
 Writes results/policies.json. Each workload is drawn for three seeds and run by the engine's own scheduler on
 a virtual clock, with the costs of the profile `h200-llama-2-7b`: adapters of ranks 8 to 128 on all linears,
 device memory for a third of them beside KV blocks, host memory for half of them, files on disk. The load is
-70 to 80% of what the engine can do; 50% of Azure's requests for code, whose bursts far exceed it. The
-candidates are in `policy_victims` and `policy_queues`; those that go by the lengths of answers know them
-exactly, which no engine does.
+70 to 80% of what the engine can do; 50% of Azure's requests for code, whose bursts far exceed it. One
+workload has a slow bus, where start policies differ most. The candidates are in `policy_victims`,
+`policy_queues` and `policy_starts`; those that go by the lengths of answers know them exactly, which no
+engine does.
 
 The section `admission-by-load` holds the shipped rule of admission against the one before it, by other seeds
 than those that it was found with: conversations at several loads.
@@ -27,6 +28,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from benchmarks import policy_queues as queues
+from benchmarks import policy_starts as starts
 from benchmarks import policy_victims as victims
 from benchmarks.policy_loads import DURATION_S, LOADS, Load
 from benchmarks.policy_twin import SLO, Candidate, run
@@ -64,6 +66,21 @@ CANDIDATES: Final = (
     Candidate(name="memory for the first chunk, as before", kind="admission", admission=queues.FirstChunk()),
     Candidate(name="room to grow by a block as well", kind="admission", admission=queues.RoomToGrow()),
     Candidate(name="memory for the whole answer as well", kind="admission", admission=queues.WholeAnswer()),
+    Candidate(name="always join, as `pipelined`", kind="start policy", starts=starts.always),
+    Candidate(name="never join, as `overlap`", kind="start policy", starts=starts.never),
+    Candidate(name="no delay of decodes", kind="start policy", starts=starts.by(starts.NoDecodeStall)),
+    Candidate(name="steps a fifth longer", kind="start policy", starts=starts.by(starts.LongDecodeStall)),
+    Candidate(
+        name="own wait against delays, decodes by 0.1",
+        kind="start policy",
+        starts=starts.by(starts.GainAgainstDelays),
+    ),
+    Candidate(
+        name="own wait against delays, decodes by 1",
+        kind="start policy",
+        starts=starts.by(starts.HeavyDecodes),
+    ),
+    Candidate(name="shortest load first", kind="start policy", queue=starts.ShortestLoad),
 )
 
 

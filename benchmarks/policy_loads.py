@@ -38,8 +38,8 @@ Draw = Callable[[int, float, Path | None], Requests]
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """One workload. `resident`, `staged`: the shares of all adapters' bytes for which the device has memory
-    beside `kv_tokens`, and the host. `warm_s`: the beginning, which is not counted. `file`: of the published
-    data, without which it cannot be drawn."""
+    beside `kv_tokens`, and the host. `warm_s`: the beginning, which is not counted. `gb_per_s`: copies to the
+    device are no faster. `file`: of the published data, without which it cannot be drawn."""
 
     name: str
     what: str
@@ -49,6 +49,7 @@ class Load:
     warm_s: float = 15.0
     resident: float = 1 / 3
     staged: float = 1 / 2
+    gb_per_s: float | None = None
     file: str | None = None
 
     def is_here(self, data: Path | None) -> bool:
@@ -192,6 +193,15 @@ LOADS: Final = (
         draw=_zipf(100, 21.0, drift_s=10.0),
         num_adapters=100,
         kv_tokens=20_000,
+    ),
+    Load(
+        name="slow-bus-100",
+        what="100 adapters, Zipf 1, Poisson arrivals, copies at 6 GB/s, host memory for all adapters",
+        draw=_zipf(100, 16.0),
+        num_adapters=100,
+        kv_tokens=20_000,
+        staged=1.0,
+        gb_per_s=6.0,
     ),
     Load(
         name="zipf-600",

@@ -1,4 +1,4 @@
-"""The tables of `results/policies.json`: victims, queues and rules of admission in the twin."""
+"""The tables of `results/policies.json`: victims, queues, admission and start policies in the twin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.markdown import Result, TableError, span, table
 
 _SHIPPED: Final = "as shipped"
 _BY_LOAD: Final = "admission-by-load"
-_KINDS: Final = ("victims", "queue", "admission")
+_KINDS: Final = ("victims", "queue", "admission", "start policy")
 
 
 def loads_table(result: Result) -> str:

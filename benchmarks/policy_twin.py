@@ -1,4 +1,5 @@
-"""One engine of the twin with a candidate's victims, queue and admission (`benchmarks.policies`)."""
+"""One engine of the twin with a candidate's victims, queue, admission and start policy
+(`benchmarks.policies`)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import numpy as np
 
 from benchmarks.policy_loads import RANKS, Load, Requests
 from benchmarks.policy_queues import Admission, Order, QuickTrialScheduler, TrialScheduler
+from benchmarks.policy_starts import Starts
 from benchmarks.policy_victims import Victims
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.modules import MODULES
 from loraplex.core.request import EngineRequest
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_table import AdapterTable
@@ -45,6 +47,7 @@ class Candidate:
     victims: Victims | None = None
     queue: Callable[[AdapterTable], Order] | None = None
     admission: Admission | None = None
+    starts: Starts | None = None
     needs_blocks: bool = False
 
 
@@ -66,8 +69,12 @@ class TrialSimulator(AheadSimulator):
     def __init__(self, candidate: Candidate, prompts: Sequence[list[int]] | None, **options: Any) -> None:
         super().__init__(**options)
         self._prompts = prompts
-        if candidate.queue is None and candidate.admission is None:
-            return
+        if candidate.queue is not None or candidate.admission is not None:
+            self._schedule_by(candidate, options)
+        if candidate.starts is not None:
+            self.scheduler.adapters.pins.starts = candidate.starts(options["costs"])
+
+    def _schedule_by(self, candidate: Candidate, options: dict[str, Any]) -> None:
         kind = TrialScheduler if self._memory.pool.keeps_contents else QuickTrialScheduler
         scheduler = kind(options["config"], self._memory, options["costs"], self._times.adapter_weight)
         if candidate.queue is not None:
@@ -105,6 +112,8 @@ def run(profile: CostModel, load: Load, drawn: Requests, candidate: Candidate) -
 def _engine(
     profile: CostModel, load: Load, drawn: Requests, candidate: Candidate, sizes: dict[str, int]
 ) -> TrialSimulator:
+    if load.gb_per_s is not None:
+        profile = with_copies_at_most(profile, load.gb_per_s * 1e9)
     has = profile.memory
     assert has is not None
     all_bytes, page_bytes = sum(sizes.values()), has.token_bytes * has.block_tokens

@@ -108,6 +108,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "step_profile.json": {"*": _TIMED_ENGINE},
     "gpu_cold.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},
     "slow_bus.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},
+    "twin_slow_bus.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "benchmarks/twin_slow_bus.py")},
     "assist.json": {"*": ("loraplex/engine/assist", "loraplex/kernels/cpu")},
     "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "cpu_serve.json": {"*": _SERVER},
@@ -150,7 +151,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             *_BESIDE_TWIN,
             _FLEET_TWIN,
             "loraplex/workload",
-            *(f"benchmarks/policy_{name}.py" for name in ("loads", "queues", "twin", "victims")),
+            *(f"benchmarks/policy_{name}.py" for name in ("loads", "queues", "starts", "twin", "victims")),
         )
     },
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

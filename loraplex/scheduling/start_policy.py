@@ -19,11 +19,6 @@ from loraplex.perf.graph_limits import MAX_GRAPH_ROWS
 from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.perf.step_cost import StepFeatures
 
-_MAX_DECODE_STALL: Final = 0.05
-"""The share of a step by which it may delay its decodes without any gain."""
-_DECODE_WEIGHT: Final = 0.1
-"""The weight of a delay of one decode, against the same delay of a first token: a request has one first token
-and many others."""
 _NO_PLAN: Final = AssistPlan()
 
 
@@ -41,6 +36,12 @@ class InFlight:
 
 class StartPolicy:
     """`costs`: predicted costs. `num_workers`: CPU workers that compute LoRA."""
+
+    max_decode_stall = 0.05
+    """The share of a step by which it may delay its decodes without any gain."""
+    decode_weight = 0.1
+    """The weight of a delay of one decode, against the same delay of a first token: a request has one first
+    token and many others."""
 
     def __init__(self, cold_start: ColdStart, costs: DriftWatch | None = None, num_workers: int = 0) -> None:
         assert costs is not None or cold_start is not ColdStart.AUTO, "auto needs costs to decide by"
@@ -99,12 +100,15 @@ class StartPolicy:
         step_s, begins_s = model.step_s(after), sum(map(model.step_s, steps_before))
         stall_s = _stall_s(model, in_flight_after, step_s, begins_s)
         added_s = stall_s - _stall_s(model, in_flight_before, model.step_s(before), begins_s)
-        if before.num_decodes == 0 or stall_s <= _MAX_DECODE_STALL * step_s:
+        if before.num_decodes == 0 or stall_s <= self.max_decode_stall * step_s:
             return added_s * (before.num_decodes + before.num_prompts) <= step_s
         # If it does not join, it waits until its adapter has arrived.
-        own_bytes = in_flight_after.assisted_bytes - in_flight_before.assisted_bytes
-        gain_s = model.copy_s(own_bytes) - begins_s
-        return added_s * (before.num_prompts + _DECODE_WEIGHT * before.num_decodes) <= gain_s
+        gain_s = model.copy_s(self.gained_bytes(in_flight_before, in_flight_after)) - begins_s
+        return added_s * (before.num_prompts + self.decode_weight * before.num_decodes) <= gain_s
+
+    def gained_bytes(self, before: InFlight, after: InFlight) -> int:
+        """Return the bytes that a request need not wait for if it joins: those that workers assist with."""
+        return after.assisted_bytes - before.assisted_bytes
 
     def assist_plan(
         self,

@@ -85,8 +85,11 @@ class Simulator:
         for version in self._adapters:
             self.scheduler.adapters.stage_ahead(version)
         while self.scheduler.adapters.has_work():
-            for read in self.scheduler.schedule().adapter_reads:
+            plan = self.scheduler.schedule()
+            for read in plan.adapter_reads:
                 self.scheduler.adapter_read(read.version)
+            for load in plan.adapter_loads:  # of an engine that keeps all adapters on its device
+                self.scheduler.adapter_loaded(load.version)
 
     def run(self, workload: Iterable[WorkloadRequest], until_s: float = math.inf) -> Outcome:
         """Run the whole workload, or the part of it before `until_s`."""
