@@ -43,16 +43,19 @@ def check_integrity(
     running: Collection[RequestState],
     memory: Memory,
     unknown: Mapping[int, int],
+    returning: Collection[RequestState] = (),
 ) -> None:
     """Assert the invariants of queues, blocks and pins. `unknown`: by a sequence's identity, the number of
-    its tokens that steps in flight sample."""
+    its tokens that steps in flight sample. `returning`: waiting requests whose keys and values come back from
+    the host."""
+    assert all(sequence in waiting for sequence in returning)
     queued = [*waiting, *running]
     memory.pool.check_integrity(s.block_ids for s in queued)
     assert all(s.num_unknown == unknown.get(id(s), 0) for s in queued), (
         "a token is counted on that nobody samples"
     )
     for sequence in waiting:
-        assert not sequence.block_ids, "a waiting request holds blocks"
+        assert not sequence.block_ids or sequence in returning, "a waiting request holds blocks"
     for sequence in running:
         assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
         assert 0 <= sequence.num_computed < sequence.num_tokens
