@@ -21,6 +21,7 @@ from loraplex.cli.twin_options import (
     Adapters,
     CpuWorkers,
     JsonPath,
+    KvSwapMemory,
     KvTokens,
     MaxCopyRate,
     MaxRunning,
@@ -64,6 +65,7 @@ def run(
     cold_start: StartPolicy = None,
     cpu_workers: CpuWorkers = 0,
     max_copy_gb_per_s: MaxCopyRate = None,
+    kv_swap_memory: KvSwapMemory = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
@@ -82,6 +84,7 @@ def run(
         cold_start,
         cpu_workers,
         max_copy_gb_per_s,
+        kv_swap_memory,
     )
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
@@ -231,6 +234,9 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     typer.echo(
         f"{loads:,} {plural('load', loads)} of adapters, {preemptions:,} {plural('preemption', preemptions)}"
     )
+    if summary["num_swapped_out"]:
+        outs, ins = summary["num_swapped_out"], summary["num_swapped_in"]
+        typer.echo(f"{outs:,} KV {plural('block', outs)} swapped to the host, {ins:,} back")
     for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
         row = summary[name]
         if row is not None:

@@ -11,6 +11,7 @@ import typer
 
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
+from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
 
@@ -85,6 +86,14 @@ MaxCopyRate = Annotated[
         help="Copies of adapters to the GPU are no faster than this, as on another machine's bus.",
     ),
 ]
+KvSwapMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Host memory for keys and values of preempted requests and for the prefix cache (our own engine "
+        "on a GPU); none by default.",
+    ),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
 
 
@@ -108,6 +117,7 @@ class TwinOptions(NamedTuple):
     cold_start: ColdStart | None = None
     cpu_workers: int = 0
     max_copy_gb_per_s: float | None = None
+    kv_swap_memory: str | None = None
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
@@ -146,6 +156,7 @@ def read_inputs(
     mib = options.adapter_mib
     if mib is not None and not 0 < mib < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
+    swap = options.kv_swap_memory
     file = WorkloadFile(workload)
     requests, header = from_first_arrival(list(file)), file.header
     named = max(request.adapter for request in requests) + 1
@@ -168,6 +179,7 @@ def read_inputs(
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers,
         max_copy_bytes_per_s=None if rate is None else rate * 1e9,
+        kv_swap_bytes=0 if swap is None else parse_size(swap, "--kv-swap-memory"),
     )
     if engine is None:
         return requests, chosen

@@ -27,6 +27,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from loraplex.core.errors import CapacityError
 from loraplex.scheduling.victims import next_host_victim
 
 CacheKey = tuple[int, tuple[int, ...]]
@@ -178,3 +179,15 @@ class HostKV:
         del self._of_node[block.node]
         del self._of_key[block.key]
         self._idle.pop(block.node, None)
+
+
+def host_kv_of(budget_bytes: int, block_bytes: int) -> HostKV | None:
+    """Return a tier of so many bytes, or None for 0. Raises CapacityError if they hold no block."""
+    if budget_bytes == 0:
+        return None
+    if budget_bytes < block_bytes:
+        raise CapacityError(
+            f"{budget_bytes:,} bytes hold no block of the KV cache, which has {block_bytes:,}; raise "
+            "--kv-swap-memory, or leave it out"
+        )
+    return HostKV(budget_bytes // block_bytes, block_bytes)

@@ -92,6 +92,10 @@ class StepTimes(Protocol):
         """Return the seconds to read an adapter's file into host memory."""
         ...
 
+    def copy_s(self, num_bytes: int) -> float:
+        """Return the seconds of copies of KV blocks in one direction on an idle bus."""
+        ...
+
 
 class CostModelTimes:
     """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version. `num_workers`: CPU
@@ -205,6 +209,9 @@ class CostModelTimes:
         """Return the seconds to read a file that is in the page cache."""
         return self._model.read_s(self._bytes(version))
 
+    def copy_s(self, num_bytes: int) -> float:
+        return self._model.copy_s(num_bytes)
+
 
 class SlotTimes:
     """Times by the costs of an engine with slots, which loads within its steps: to the `Scheduler`, every
@@ -259,6 +266,9 @@ class SlotTimes:
         return 0.0
 
     def read_s(self, version: str) -> float:
+        return 0.0
+
+    def copy_s(self, num_bytes: int) -> float:
         return 0.0
 
     def _loads_s(self, versions: set[str]) -> float:
