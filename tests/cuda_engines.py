@@ -51,6 +51,7 @@ def interpreted(
     read: ReadSlab | None = fill_slab,
     cpu_workers: int | None = None,
     peers: Peers | None = None,
+    kv_swap_bytes: int = 0,
 ) -> Engine:
     options = CudaOptions(
         cold_start=cold_start,
@@ -62,6 +63,7 @@ def interpreted(
         max_step_tokens=24,
         max_running=6,
         max_model_len=48,
+        kv_swap_bytes=kv_swap_bytes,
     )
     return build_cuda_core(CONFIG, weights(), options, read=read, peers=peers)
 

@@ -25,6 +25,10 @@ class EngineStats:
     `adapter_fetches`: adapters that were copied from other replicas. `predicted_step_s`, `measured_step_s`:
     predicted and measured seconds of about the last thousand steps, and likewise for copies of adapters to
     the device; 0 if nothing is predicted.
+
+    `host_kv_bytes`, `host_kv_budget_bytes`: the host tier of KV blocks, 0 without one.
+    `kv_blocks_swapped_out`, `kv_blocks_swapped_in`: KV blocks copied there and back. `host_kv_hits`: prompt
+    tokens found in the prefix cache because the host held them.
     """
 
     num_running: int = 0
@@ -39,6 +43,11 @@ class EngineStats:
     host_adapter_budget_bytes: int = 0
     device_adapter_bytes: int = 0
     device_arena_bytes: int = 0
+    host_kv_bytes: int = 0
+    host_kv_budget_bytes: int = 0
+    kv_blocks_swapped_out: int = 0
+    kv_blocks_swapped_in: int = 0
+    host_kv_hits: int = 0
     adapter_file_reads: int = 0
     adapter_fetches: int = 0
     adapter_bytes_fetched: int = 0

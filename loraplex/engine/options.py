@@ -21,7 +21,8 @@ class EngineOptions:
     `cold_start`: what requests do whose adapter is not loaded; on a CPU, which computes from the memory that
     adapters are read into, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that
     compute LoRA beside a GPU. `loads_popular`: load adapters that are requested often into spare memory
-    before their next request.
+    before their next request. `kv_swap_memory_bytes`: pinned host memory for keys and values of one GPU: of
+    preempted requests, and a second level of the prefix cache; None for none.
     """
 
     model: str
@@ -40,3 +41,4 @@ class EngineOptions:
     cold_start: ColdStart = ColdStart.AUTO
     cpu_workers: int | None = None
     loads_popular: bool = False
+    kv_swap_memory_bytes: int | None = None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.scheduling.host_kv import HostKV
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.request_state import RequestState
 
@@ -21,6 +22,7 @@ def engine_stats(
 ) -> EngineStats:
     pool, room = memory.pool, memory.table.serving.room
     host = memory.table.host.room if room.on_device else room
+    swap = {} if pool.host is None else _host_kv_stats(pool.host, pool.block_size)
     return EngineStats(
         num_running=num_running,
         num_waiting=num_waiting,
@@ -35,7 +37,18 @@ def engine_stats(
         device_adapter_bytes=room.used_bytes if room.on_device else 0,
         device_arena_bytes=memory.shared_bytes,
         adapters=adapters,
+        **swap,
     )
+
+
+def _host_kv_stats(host: HostKV, block_size: int) -> dict[str, int]:
+    return {
+        "host_kv_bytes": host.num_used * host.block_bytes,
+        "host_kv_budget_bytes": host.num_blocks * host.block_bytes,
+        "kv_blocks_swapped_out": host.num_copied_out,
+        "kv_blocks_swapped_in": host.num_copied_in,
+        "host_kv_hits": host.num_hits * block_size,
+    }
 
 
 def check_integrity(

@@ -24,6 +24,7 @@ from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.graphs import GraphRecorder
 from loraplex.engine.cuda.host_blocks import HostBlocks, HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
+from loraplex.engine.cuda.kv_swap import KVSwap
 from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.cuda.options import CudaOptions
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
@@ -48,6 +49,7 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.host_kv import host_kv_of
 from loraplex.scheduling.work import StepWork
 
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
@@ -105,6 +107,7 @@ def assemble_engine(
             page_bytes=page_bytes(shape, options.block_size, options.dtype),
             block_size=options.block_size,
             host_bytes=options.host_bytes,
+            host_kv=host_kv_of(options.kv_swap_bytes, page_bytes(shape, options.block_size, options.dtype)),
         ),
         costs=DriftWatch(_costs(options, shape, device)),
         executor=executor,
@@ -183,6 +186,9 @@ def _build_executor(
         assist = _start_workers(options, shape, device, memory)
         if assist is not None:
             undo.callback(assist.close)
+        kv_swap = _build_kv_swap(shape, options, arena, device)
+        if kv_swap is not None:
+            undo.callback(kv_swap.close)
         executor = CudaExecutor(
             decoder=decoder,
             runner=StepRunner(
@@ -203,9 +209,20 @@ def _build_executor(
             num_seats=num_seats,
             reads=reads,
             assist=assist,
+            kv_swap=kv_swap,
         )
         undo.pop_all()
     return executor
+
+
+def _build_kv_swap(
+    shape: ModelShape, options: CudaOptions, arena: DeviceArena, device: torch.device
+) -> KVSwap | None:
+    block_bytes = page_bytes(shape, options.block_size, options.dtype)
+    tier = host_kv_of(options.kv_swap_bytes, block_bytes)
+    if tier is None:
+        return None
+    return KVSwap(arena, num_blocks=tier.num_blocks, block_bytes=block_bytes, device=device)
 
 
 def _build_store(

@@ -60,6 +60,7 @@ def build_cuda_engine(
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers if num_shards == 1 else 0,
         loads_popular=options.loads_popular,
+        kv_swap_bytes=options.kv_swap_memory_bytes or 0,
     )
     # Planned for the first device; the others are assumed to be like it.
     plan = plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
