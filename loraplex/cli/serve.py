@@ -37,6 +37,7 @@ def serve_options(
     kv_memory: option.KvMemory = None,
     memory_fraction: option.MemoryFraction = None,
     host_adapter_memory: option.HostAdapterMemory = None,
+    kv_swap_memory: option.KvSwapMemory = None,
     max_model_len: option.MaxModelLen = None,
     tensor_parallel: option.TensorParallel = 1,
     cold_start: option.StartPolicy = ColdStart.AUTO,
@@ -62,6 +63,7 @@ def serve_options(
     """Return the options of a server. The parameters are the CLI options that all serving commands share."""
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
+    kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
     admin_keys = option.parse_keys(admin_key, "--admin-key")
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
@@ -90,6 +92,7 @@ def serve_options(
         cold_start=cold_start,
         cpu_workers=cpu_workers,
         loads_popular=load_popular,
+        kv_swap_memory_bytes=kv_swap_bytes,
     )
     return ServeOptions(
         engine=engine,

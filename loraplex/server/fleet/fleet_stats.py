@@ -15,6 +15,7 @@ _TIERS: Final = ("disk", "host", "loading", "device")
 _COUNTERS: Final = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_steps", "adapter_file_reads"),
     *("adapter_fetches", "adapter_bytes_fetched", "adapter_fetch_failures"),
+    *("kv_blocks_swapped_out", "kv_blocks_swapped_in", "host_kv_hits"),
 )
 """The figures of an engine that only grow, until it restarts."""
 
