@@ -101,7 +101,7 @@ def lengths(prompt: int, output: int) -> Callable[[float], Requests]:
 
 
 def conversations(rate: float) -> Requests:
-    """Return conversations of six turns with 20 s between them, each of which repeats what was said before."""
+    """Return conversations of six turns, 20 s apart, each of which repeats what was said before."""
     rng, now_s, turns = random.Random(0), 0.0, []
     number = 0
     while now_s < DURATION_S:
