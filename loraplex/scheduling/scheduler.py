@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
+from typing import Final
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
@@ -32,6 +33,10 @@ from loraplex.scheduling.request_table import RequestTable
 from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
 from loraplex.scheduling.swapping import SwapOrders, Swapping
 from loraplex.scheduling.waiting_queue import WaitingQueue
+
+_MAX_BEHIND_COPIES: Final = 16
+"""Waiting requests that a step looks at although their prefix is being copied for another one: there may be
+thousands of them."""
 
 
 class Scheduler:
@@ -50,7 +55,7 @@ class Scheduler:
         self._pins = self.adapters.pins
         self._swapping: Swapping | None = None
         if memory.pool.host is not None:
-            self._swapping = Swapping(memory, memory.pool.host, costs, config.max_running)
+            self._swapping = Swapping(memory, memory.pool.host, costs)
             self._pins.returning = self._swapping.returning
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[ChunkUnderWay]] = deque()
@@ -309,8 +314,9 @@ class Scheduler:
         refused = self._pins.refused if self._memory.shared else None
         admitted: list[RequestState] = []
         num_promised: int | None = None
+        num_behind_copies = 0
         for sequence in self._waiting.candidates():
-            if budget < 1 or len(self._running) >= self._config.max_running:
+            if budget < 1 or not self._has_place_for(sequence):
                 break
             if refused is not None and sequence.queue_position > refused.queue_position:
                 break
@@ -322,11 +328,16 @@ class Scheduler:
                 continue
             if num_promised is None:
                 num_promised = sum(map(self._promised_blocks, (*self._running, *self._pins.returning)))
-            if self._awaits_copies(sequence, num_promised):
-                num_promised = None
-                continue
             if sequence in self._pins.returning:
                 num_promised -= self._promised_blocks(sequence)
+            if self._awaits_copies(sequence, num_promised):
+                if sequence in self._pins.returning:
+                    num_promised += self._promised_blocks(sequence)
+                    continue
+                num_behind_copies += 1
+                if num_behind_copies == _MAX_BEHIND_COPIES:
+                    break
+                continue
             num_tokens = self._start(sequence, budget, num_promised)
             if num_tokens == 0:
                 self._pins.short = sequence
@@ -395,6 +406,14 @@ class Scheduler:
         )
 
     # ---- the host tier of KV memory
+
+    def _has_place_for(self, sequence: RequestState) -> bool:
+        """Return whether a request may run beside those that run and the returning ones; one of these loses
+        its place to a request before it."""
+        returning, limit = self._pins.returning, self._config.max_running
+        if not returning or sequence in returning or len(self._running) + len(returning) < limit:
+            return len(self._running) < limit
+        return len(self._running) < limit and self._give_up_last(sequence.queue_position + 1)
 
     def _others_run(self, sequence: RequestState) -> bool:
         """Return whether other requests run, or will as soon as their keys and values are on the device."""

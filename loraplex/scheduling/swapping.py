@@ -52,12 +52,11 @@ class _Return:
 class Swapping:
     """`returning`: waiting requests that hold blocks."""
 
-    def __init__(self, memory: Memory, host: HostKV, costs: DriftWatch | None, max_running: int) -> None:
+    def __init__(self, memory: Memory, host: HostKV, costs: DriftWatch | None) -> None:
         self._memory = memory
         self._pool = memory.pool
         self._host = host
         self._costs = costs
-        self._max_running = max_running
         self._returns: dict[RequestState, _Return] = {}
         self._waits_for: dict[int, RequestState] = {}  # by block that is being copied to
         self._outs: list[BlockCopy] = []
@@ -135,8 +134,6 @@ class Swapping:
         first = next(index for index, each in enumerate(found) if each.block is None)
         if not self._pays(sequence, len(found) - first, first=first, num_in=len(on_host)):
             return False
-        if num_running + len(self._returns) >= self._max_running:
-            return True
         held = [each.block for each in found if each.block is not None]
         self._pool.share(held)
         whole = self._pool.blocks_for(len(sequence.token_ids)) - len(held)

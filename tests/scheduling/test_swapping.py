@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_arena import BLOCK_SIZE, PAGE, UNIT, World
@@ -189,6 +190,28 @@ def test_a_shared_prefix_goes_to_the_host_before_it_is_evicted_and_is_found_ther
     assert len(bench.ins) == 2
     bench.end_copies()
     assert steps_of(bench.step()) == {"z": (8, 11)}
+
+
+def test_of_many_behind_one_copy_a_step_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_blocks=32, max_running=64)
+    prefix = [5] * 9
+    number = bench.host.reserve(99, (bench.pool._root(None), (5, 5, 5, 5)), None, ())
+    assert number is not None
+    bench.host.copied_out(number)
+    looks = []
+    find = bench.pool.find
+    monkeypatch.setattr(bench.pool, "find", lambda *args: looks.append(0) or find(*args))  # type: ignore[func-returns-value]
+    for index in range(200):
+        bench.scheduler.add(
+            EngineRequest(
+                request_id=str(index), prompt_token_ids=[*prefix, index], params=SamplingParams(max_tokens=1)
+            )
+        )
+    assert not bench.step().chunks
+    assert len(bench.ins) == 1
+    assert len(looks) < 20
+    bench.end_copies()
+    assert len(bench.step().chunks) > 0
 
 
 def test_a_request_cancelled_while_its_keys_are_copied_leaks_nothing() -> None:
