@@ -53,6 +53,7 @@ def interpreted(
     cpu_workers: int | None = None,
     peers: Peers | None = None,
     batching: Batching = Batching.FCFS,
+    kv_swap_bytes: int = 0,
 ) -> Engine:
     options = CudaOptions(
         cold_start=cold_start,
@@ -65,6 +66,7 @@ def interpreted(
         max_running=6,
         max_model_len=48,
         batching=batching,
+        kv_swap_bytes=kv_swap_bytes,
     )
     return build_cuda_core(CONFIG, weights(), options, read=read, peers=peers)
 

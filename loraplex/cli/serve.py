@@ -38,6 +38,7 @@ def serve_options(
     kv_memory: option.KvMemory = None,
     memory_fraction: option.MemoryFraction = None,
     host_adapter_memory: option.HostAdapterMemory = None,
+    kv_swap_memory: option.KvSwapMemory = None,
     max_model_len: option.MaxModelLen = None,
     tensor_parallel: option.TensorParallel = 1,
     cold_start: option.StartPolicy = ColdStart.AUTO,
@@ -65,6 +66,7 @@ def serve_options(
     """Return the options of a server. The parameters are the CLI options that all serving commands share."""
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
+    kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
     admin_keys = option.parse_keys(admin_key, "--admin-key")
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
@@ -96,6 +98,7 @@ def serve_options(
         loads_popular=load_popular,
         batching=batching,
         max_delay=max_delay,
+        kv_swap_memory_bytes=kv_swap_bytes,
     )
     return ServeOptions(
         engine=engine,

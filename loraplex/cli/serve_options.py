@@ -125,6 +125,14 @@ HostAdapterMemory = Annotated[
         "8 GiB on a CPU, 64 GiB with a GPU.",
     ),
 ]
+KvSwapMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="On a GPU: pinned host memory for the keys and values of preempted requests and for the prefix "
+        "cache, e.g. 16GiB, of each replica; none by default.",
+    ),
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(min=1, help="Context length in tokens; the model's by default.")
 ]

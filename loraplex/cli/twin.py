@@ -23,6 +23,7 @@ from loraplex.cli.twin_options import (
     BatchingPolicy,
     CpuWorkers,
     JsonPath,
+    KvSwapMemory,
     KvTokens,
     MaxCopyRate,
     MaxRunning,
@@ -68,6 +69,7 @@ def run(
     max_copy_gb_per_s: MaxCopyRate = None,
     batching: BatchingPolicy = None,
     max_delay_by_grouping: MaxDelay = None,
+    kv_swap_memory: KvSwapMemory = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
@@ -88,6 +90,7 @@ def run(
         max_copy_gb_per_s=max_copy_gb_per_s,
         batching=batching,
         max_delay=max_delay_by_grouping,
+        kv_swap_memory=kv_swap_memory,
     )
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
@@ -245,6 +248,9 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     typer.echo(
         f"{loads:,} {plural('load', loads)} of adapters, {preemptions:,} {plural('preemption', preemptions)}"
     )
+    if summary["num_swapped_out"]:
+        outs, ins = summary["num_swapped_out"], summary["num_swapped_in"]
+        typer.echo(f"{outs:,} KV {plural('block', outs)} swapped to the host, {ins:,} back")
     for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
         row = summary[name]
         if row is not None:

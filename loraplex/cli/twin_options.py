@@ -12,6 +12,7 @@ import typer
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.cli.serve_options import parse_delay
+from loraplex.cli.sizes import parse_size
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
@@ -96,6 +97,14 @@ BatchingPolicy = Annotated[
     Batching | None,
     typer.Option("--batching", help="Which requests run together (our own engine); default: fcfs."),
 ]
+KvSwapMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Host memory for keys and values of preempted requests and for the prefix cache (our own engine "
+        "on a GPU); none by default.",
+    ),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
 
 
@@ -122,6 +131,7 @@ class TwinOptions:
     max_copy_gb_per_s: float | None = None
     batching: Batching | None = None
     max_delay: str | None = None
+    kv_swap_memory: str | None = None
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
@@ -160,6 +170,7 @@ def read_inputs(
     mib = options.adapter_mib
     if mib is not None and not 0 < mib < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
+    swap = options.kv_swap_memory
     file = WorkloadFile(workload)
     requests, header = from_first_arrival(list(file)), file.header
     named = max(request.adapter for request in requests) + 1
@@ -184,6 +195,7 @@ def read_inputs(
         max_copy_bytes_per_s=None if rate is None else rate * 1e9,
         batching=options.batching or Batching.FCFS,
         max_delay=parse_delay(options.max_delay, options.batching or Batching.FCFS),
+        kv_swap_bytes=0 if swap is None else parse_size(swap, "--kv-swap-memory"),
     )
     if engine is None:
         return requests, chosen

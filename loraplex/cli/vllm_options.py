@@ -17,6 +17,7 @@ _INSTEAD: Final = {
     "--max-lora-rank": "leave it out: every adapter has its own rank",
     "--max-cpu-loras": "give --host-adapter-memory, in bytes, such as 32GiB",
     "--gpu-memory-utilization": "give --memory-fraction",
+    "--swap-space": "give --kv-swap-memory, in bytes, such as 16GiB",
     "--tensor-parallel-size": "give --tensor-parallel",
     "--max-num-seqs": "leave it out: up to 256 requests run at a time, as memory allows",
     "--max-num-batched-tokens": "leave it out: the engine chooses how much a step computes",

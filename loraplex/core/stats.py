@@ -30,6 +30,10 @@ class EngineStats:
     from or to such a step, or to another version; `num_merges`: how often merged weights were written.
     `num_pauses`: running requests that a step left out, summed over all steps; `num_step_adapters`: adapters
     that a step read, likewise. `owed_credit_s`: what adapters have gained by waiting, with `dynamic`.
+
+    `host_kv_bytes`, `host_kv_budget_bytes`: the host tier of KV blocks, 0 without one.
+    `kv_blocks_swapped_out`, `kv_blocks_swapped_in`: KV blocks copied there and back. `host_kv_hits`: prompt
+    tokens found in the prefix cache because the host held them.
     """
 
     num_running: int = 0
@@ -44,6 +48,11 @@ class EngineStats:
     host_adapter_budget_bytes: int = 0
     device_adapter_bytes: int = 0
     device_arena_bytes: int = 0
+    host_kv_bytes: int = 0
+    host_kv_budget_bytes: int = 0
+    kv_blocks_swapped_out: int = 0
+    kv_blocks_swapped_in: int = 0
+    host_kv_hits: int = 0
     adapter_file_reads: int = 0
     adapter_fetches: int = 0
     adapter_bytes_fetched: int = 0

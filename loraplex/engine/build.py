@@ -63,6 +63,11 @@ def choose_device(options: EngineOptions) -> str:
             raise ModelError(f"--cold-start {options.cold_start} needs a GPU; on a CPU, choose overlap")
         if options.cpu_workers is not None:
             raise ModelError("--cpu-workers compute beside a GPU; on a CPU, leave them out")
+        if options.kv_swap_memory_bytes is not None:
+            raise ModelError(
+                "--kv-swap-memory is for a GPU; on a CPU, the KV cache is in host memory already: give it "
+                "more by --kv-memory"
+            )
         if options.num_threads is not None:
             check_threads(options.num_threads)
         return device
@@ -85,6 +90,8 @@ def choose_device(options: EngineOptions) -> str:
             "CPU workers are for one GPU; with --tensor-parallel, leave out --cpu-workers and choose "
             "--cold-start auto or pipelined"
         )
+    if options.tensor_parallel > 1 and options.kv_swap_memory_bytes is not None:
+        raise ModelError("--kv-swap-memory is for one GPU; leave it out with --tensor-parallel")
     if options.tensor_parallel > torch.cuda.device_count():
         raise ModelError(
             f"--tensor-parallel {options.tensor_parallel} needs as many CUDA devices; "

@@ -71,6 +71,7 @@ class Engine:
         self.cold_start = config.cold_start
         self.num_workers = config.num_workers
         self._table = memory.table
+        self._swaps = memory.pool.host is not None
         self._scheduler = Scheduler(config, memory, costs)
         self._costs = costs
         self._count_workers = count_workers
@@ -105,6 +106,8 @@ class Engine:
             self._executor.load_adapters(
                 [LoadOrder(self._table.sources(load.version), load) for load in plan.adapter_loads]
             )
+        if plan.swap_outs or plan.swap_ins:
+            self._executor.swap(plan.swap_outs, plan.swap_ins)
         if plan.waits_for:
             self._await_loads(plan.waits_for)
         if plan.merge is not None:
@@ -250,8 +253,11 @@ class Engine:
         self._executor.close()
 
     def _collect_loads(self, timeout_s: float) -> set[str]:
-        """Process the reads and loads that ended, and return their versions."""
+        """Process the reads, loads and copies of KV blocks that ended, and return the versions of the
+        former."""
         events = self._executor.poll_adapters(timeout_s)
+        for swap in self._executor.poll_swaps() if self._swaps else ():
+            self._scheduler.swap_ended(swap.copies, out=swap.out, error=swap.error)
         for event in events:
             if event.copied is not None:
                 self._scheduler.adapters.observe_copy(*event.copied)

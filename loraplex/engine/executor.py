@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.peers import ReadCounts
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, BlockCopy, Move, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,15 @@ class AdapterEvent:
     error: str | None = None
     read: bool = False
     copied: tuple[int, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapEvent:
+    """Copies of KV blocks to the host (`out`) or to the device that ended, with or without an error."""
+
+    copies: tuple[BlockCopy, ...]
+    out: bool
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +115,16 @@ class Executor(Protocol):
         """Copy within the arena, in order, after the steps launched so far and before later ones."""
         ...
 
+    def swap(self, outs: Sequence[BlockCopy], ins: Sequence[BlockCopy]) -> None:
+        """Start to copy KV blocks to the host (`outs`) and to the device, after the steps and moves launched
+        so far and beside later ones; `poll_swaps` reports when copies are complete. Only for executors with a
+        host tier."""
+        ...
+
+    def poll_swaps(self) -> Sequence[SwapEvent]:
+        """Return the copies of KV blocks that ended."""
+        ...
+
     def evict_adapter(self, version: str) -> None:
         """Free a version's memory; steps in flight may still read it."""
         ...
@@ -133,7 +152,8 @@ class Executor(Protocol):
         ...
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        """Return the reads and loads that ended; wait up to `timeout_s` for the first of them."""
+        """Return the reads and loads that ended; wait up to `timeout_s` for the first of them, or for a copy
+        of KV blocks."""
         ...
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
@@ -150,8 +170,8 @@ class Executor(Protocol):
 
     @property
     def num_pending_loads(self) -> int:
-        """Number of reads and loads whose end `poll_adapters` will report before long: without overdue ones,
-        unless they have ended after all."""
+        """Number of reads and loads whose end `poll_adapters` will report before long, and of copies that
+        `poll_swaps` will: without overdue ones, unless they have ended after all."""
         ...
 
     def launch(self, plan: StepPlan) -> Flight:

@@ -24,7 +24,8 @@ class EngineOptions:
     compute LoRA beside a GPU; `max_cpu_workers`: most of them if their number is decided from the machine,
     which several engines may share. `loads_popular`: load adapters that are requested often into spare memory
     before their next request. `batching`: which requests run together, and `max_delay`, by how much that may
-    delay a request.
+    delay a request. `kv_swap_memory_bytes`: pinned host memory for keys and values of one GPU: of preempted
+    requests, and a second level of the prefix cache; None for none.
     """
 
     model: str
@@ -46,3 +47,4 @@ class EngineOptions:
     loads_popular: bool = False
     batching: Batching = Batching.FCFS
     max_delay: DelayBound = field(default_factory=DelayBound)
+    kv_swap_memory_bytes: int | None = None

@@ -13,14 +13,14 @@ from loraplex.engine.adapter_loader import Load, read_weights, resident_bytes
 from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cpu_threads import StepThreads
-from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult
+from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult, SwapEvent
 from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import SamplingState, not_finite, sample
 from loraplex.engine.slab_reader import read_slab
 from loraplex.model.decoder import Decoder, KVCache, Linears
-from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
+from loraplex.scheduling.plan import AdapterRead, BlockCopy, Chunk, Move, StepPlan
 
 
 class TorchExecutor:
@@ -79,6 +79,12 @@ class TorchExecutor:
 
     def move(self, moves: Sequence[Move]) -> None:
         raise AssertionError("there is no arena on a CPU")
+
+    def swap(self, outs: Sequence[BlockCopy], ins: Sequence[BlockCopy]) -> None:
+        raise AssertionError("keys and values are in host memory already")
+
+    def poll_swaps(self) -> Sequence[SwapEvent]:
+        return ()
 
     def evict_adapter(self, version: str) -> None:
         del self._adapters.weights[version]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
 from typing import Final
 
@@ -35,7 +35,8 @@ class AdapterPins:
     of a prompt in one step. `refused`: the request whose adapter found no room, if any; requests behind it
     must not take that memory. `short`: the request whose tokens found no room. `reads`: versions to read into
     host memory before they can be loaded. `to_keep`: versions still to be loaded and kept. `starts`: decides
-    whether steps may use an adapter while it is being copied from host memory.
+    whether steps may use an adapter while it is being copied from host memory. `returning`: waiting requests
+    that hold KV blocks (`swapping`).
     """
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, step_tokens: int) -> None:
@@ -50,6 +51,7 @@ class AdapterPins:
         self.short: RequestState | None = None
         self._reads_more = True
         self.starts = StartPolicy(ColdStart.OVERLAP)
+        self.returning: Collection[RequestState] = ()
 
     def keep(self, version: str) -> None:
         """Load a version as soon as possible, and never evict it."""
@@ -76,8 +78,8 @@ class AdapterPins:
                 continue  # it is being read, or will be when a reader is free
             # A load leaves each running request room for one more block; otherwise they would evict it again.
             while not self._table.acquire(version, spare_blocks=len(running)):
-                # The only obstacle may be another load, which ends soon.
-                if self._table.serving.num_loading > 0 or not self.unpin_youngest(waiting, behind=sequence):
+                # The only obstacle may be another load, or a copy of a KV block, which end soon.
+                if self._is_copying or not self.unpin_youngest(waiting, behind=sequence):
                     self.refused = sequence
                     return  # no request overtakes: a large adapter must not starve behind small ones
             waiting.set_pinned(sequence, pinned=True)
@@ -101,6 +103,10 @@ class AdapterPins:
                 self._load(version)
                 self.follow_moves(running)
                 return
+
+    @property
+    def _is_copying(self) -> bool:
+        return self._table.serving.num_loading > 0 or self._memory.pool.num_locked > 0
 
     def _is_staged(self, version: str) -> bool:
         """Return whether the device could load a version now. If not, read it when a reader is free; after a
@@ -232,7 +238,7 @@ class AdapterPins:
         )
 
     def follow_moves(self, running: Sequence[RequestState]) -> None:
-        """Update the block ids of running requests whose blocks were moved to make room for an adapter."""
+        """Update the block ids of requests whose blocks were moved to make room for an adapter."""
         moved = self._memory.take_block_moves()
-        for sequence in running if moved else ():
+        for sequence in (*running, *self.returning) if moved else ():
             sequence.block_ids[:] = [moved.get(block, block) for block in sequence.block_ids]

@@ -7,7 +7,8 @@
 A page is a KV block over all layers. Adapters take units, several to a page, so that a small adapter does not
 pay for a whole page. When either side is short, unused memory is taken first, then `victims` chooses what to
 evict, a cached block or an adapter. Both can be moved by a copy, so neither blocks the other: blocks move
-down to let the border pass, adapters move up.
+down to let the border pass, adapters move up. Only a block that is being copied from or to the host stays
+where it is until the copy has ended.
 
 Merged weights (`adapters.merged_layout`) lie at the very top while there are any, and nowhere else, because
 captured graphs hold their addresses: adapters that are there move away, or are evicted.
@@ -23,6 +24,7 @@ from typing import Final
 from loraplex.core.errors import CapacityError
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.host_kv import HostKV
 from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.places import Places, Shift
 from loraplex.scheduling.plan import AdapterLoad, Move
@@ -55,9 +57,10 @@ class Arena:
         block_size: int,
         host_bytes: int = 0,
         pool: type[BlockPool] = BlockPool,
+        host_kv: HostKV | None = None,
     ) -> None:
         """`host_bytes`: host memory that adapters are read into first; 0 to load them from disk. `pool`: the
-        class that manages KV blocks."""
+        class that manages KV blocks. `host_kv`: the host tier of blocks, for a pool that keeps contents."""
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
         self._unit_bytes = page_bytes // self._page_units
@@ -71,7 +74,8 @@ class Arena:
         self.shared_bytes = num_pages * page_bytes
         self.used_bytes = 0
         self._uses = count(1)
-        self.pool = pool(num_pages, block_size, self._uses, reserve=self)
+        tier = {} if host_kv is None else {"host": host_kv}
+        self.pool = pool(num_pages, block_size, self._uses, reserve=self, **tier)
         self.table = AdapterTable(self, host=HostRoom(host_bytes), uses=self._uses)
 
     # ---- Memory
@@ -178,10 +182,12 @@ class Arena:
 
     def _widen_gap(self, size: int, idle: IdleAdapters, evict: Evict) -> bool:
         """Take one step towards a gap of `size` units: give it empty blocks, lift adapters into holes, evict
-        a victim, or push adapters together if there is no victim."""
+        a victim, or push adapters together if there is no victim. Return False if there is no room now."""
         # One block stays: without it no request could run.
         num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
         missing_pages = -(-(size - self._places.gap) // self._page_units)
+        if not self.pool.are_movable(missing_pages):
+            return False  # a block in the way is being copied from or to the host, which will not be for long
         if missing_pages <= num_empty:
             self._lower_border(missing_pages)
             return True

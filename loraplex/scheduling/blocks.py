@@ -10,6 +10,10 @@ prefix for another, as it could with hashes, and one tenant never reads another'
 
 Where blocks share memory with adapters (`Reserve`), a pool can gain blocks, and can be made to give up its
 last ones: their contents move to blocks with lower numbers.
+
+The identity of a block's contents is a *node*. Where there is a host tier (`host_kv`), it may hold a node's
+contents too, and keeps the node when they are evicted here. A block that is being copied from or to the host
+is *locked*: it has a reference, and is not moved.
 """
 
 from __future__ import annotations
@@ -18,11 +22,10 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from loraplex.scheduling.host_kv import CacheKey, HostBlock, HostKV
 from loraplex.scheduling.victims import NO_ADAPTERS, CachedBlock, CachedBlocks, next_victim
-
-_CacheKey = tuple[int, tuple[int, ...]]
 
 
 class Reserve(Protocol):
@@ -39,11 +42,21 @@ class Reserve(Protocol):
         ...
 
 
+class Contents(NamedTuple):
+    """A node and where its contents are: in a block, or on the host only."""
+
+    node: int
+    block: int | None
+
+
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens, numbered from 0. `keeps_contents`: whether there is a
-    prefix cache."""
+    prefix cache. `host`: its host tier, None without one. `num_evicted`: cached blocks that were emptied
+    because memory was short."""
 
     keeps_contents = True
+    host: HostKV | None = None
+    num_evicted = 0
 
     def __init__(
         self,
@@ -51,6 +64,7 @@ class BlockPool:
         block_size: int,
         uses: Iterator[int] | None = None,
         reserve: Reserve | None = None,
+        host: HostKV | None = None,
     ) -> None:
         """`uses`: a counter that orders the ends of uses, shared with the reserve's adapters."""
         assert num_blocks > 0
@@ -59,6 +73,8 @@ class BlockPool:
         self.block_size = block_size
         self._uses = uses or count()
         self._reserve = reserve
+        self.host = host
+        self._locked: set[int] = set()
         self._refs = [0] * num_blocks
         self._last_use = [0] * num_blocks  # 0: never
         # The lowest are allocated first, so that the last blocks stay empty and can be given up at no cost.
@@ -68,8 +84,8 @@ class BlockPool:
         self.cached = CachedBlocks(num_blocks)
         self._shared: set[int] = set()  # nodes whose contents were shared at some time, held or cached
         self._adapter_of: dict[int, str | None] = {}  # by node
-        self._block_of: dict[_CacheKey, int] = {}
-        self._key_of: dict[int, _CacheKey] = {}
+        self._block_of: dict[CacheKey, int] = {}
+        self._key_of: dict[int, CacheKey] = {}
         # Contents keep their node when they move to another block.
         self._node_of: dict[int, int] = {}
         self._holder_of: dict[int, int] = {}
@@ -91,6 +107,20 @@ class BlockPool:
     def num_obtainable(self) -> int:
         """Most blocks that `allocate` could return."""
         return self.num_free + (self._reserve.num_blocks_to_gain() if self._reserve else 0)
+
+    @property
+    def num_locked(self) -> int:
+        """Number of blocks that are being copied from or to the host."""
+        return len(self._locked)
+
+    @property
+    def num_free_soon(self) -> int:
+        """Number of locked blocks that no sequence holds: they are free when their copies have ended."""
+        return sum(self._refs[block] == 1 for block in self._locked)
+
+    def are_movable(self, count: int) -> bool:
+        """Return whether none of the last `count` blocks is locked."""
+        return all(block < self.num_blocks - count for block in self._locked)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold this many tokens."""
@@ -140,6 +170,7 @@ class BlockPool:
 
     def empty(self, victim: CachedBlock) -> None:
         """Drop the contents of a cached block."""
+        self.num_evicted += 1
         self.cached.remove(victim.contents)
         block = self._holder_of[victim.contents]
         self._forget(block)
@@ -164,6 +195,7 @@ class BlockPool:
         assert count < self.num_blocks
         last, self.num_blocks = self.num_blocks, self.num_blocks - count
         leaving = range(self.num_blocks, last)
+        assert self._locked.isdisjoint(leaving), "a block that is being copied would move"
         used = [block for block in leaving if block not in self._empty]
         self._empty.difference_update(leaving)
         moves = {block: self._pop_empty() for block in used}
@@ -188,6 +220,24 @@ class BlockPool:
             node = self._node_of[block]
         return found
 
+    def find(self, adapter: str | None, token_ids: Sequence[int]) -> list[Contents]:
+        """Do what `match` does, with the contents that the host tier holds."""
+        num_full = (len(token_ids) - 1) // self.block_size
+        node: int | None = self._root(adapter)
+        found: list[Contents] = []
+        for index in range(num_full):
+            assert node is not None
+            key = (node, self._tokens_of(token_ids, index))
+            block = self._block_of.get(key)
+            if block is not None:
+                node = self._node_of[block]
+            else:
+                node = None if self.host is None else self.host.node_of(key)
+                if node is None:
+                    break
+            found.append(Contents(node, block))
+        return found
+
     def count_match(self, token_ids: Sequence[int], found: Sequence[int]) -> None:
         """Count a match that led to an admission; a request that has to wait is matched many times."""
         self.prefix_queries += (len(token_ids) - 1) // self.block_size
@@ -208,19 +258,64 @@ class BlockPool:
             key = (parent, self._tokens_of(token_ids, index))
             if key in self._block_of or blocks[index] in self._key_of:
                 continue
-            self._block_of[key] = blocks[index]
-            self._key_of[blocks[index]] = key
-            node = self._node_of[blocks[index]] = self._new_node()
-            self._holder_of[node] = blocks[index]
-            self._adapter_of[node] = adapter
+            node = None if self.host is None else self.host.node_of(key)
+            self._put(blocks[index], key, self._new_node() if node is None else node, adapter)
 
     def forget_adapter(self, adapter: str) -> None:
         """Make this adapter's blocks unfindable; they age out of the cache."""
         self._roots.pop(adapter, None)
+        if self.host is not None:
+            self.host.forget_adapter(adapter)
+
+    # ---- the host tier
+
+    def published(self, blocks: Iterable[int]) -> list[Contents]:
+        """Return the contents of a sequence's first blocks, as far as they are published."""
+        found: list[Contents] = []
+        for block in blocks:
+            node = self._node_of.get(block)
+            if node is None:
+                break
+            found.append(Contents(node, block))
+        return found
+
+    def chain(self, node: int) -> list[Contents]:
+        """Return the contents that a prefix up to this node consists of, the first first, as far back as they
+        are on the device."""
+        found: list[Contents] = []
+        block = self._holder_of.get(node)
+        while block is not None:
+            found.append(Contents(node, block))
+            node = self._key_of[block][0]
+            block = self._holder_of.get(node)
+        return found[::-1]
+
+    def identity(self, block: int) -> tuple[CacheKey, str | None]:
+        """Return the key of a published block, and the adapter that computed it."""
+        return self._key_of[block], self._adapter_of[self._node_of[block]]
+
+    def lock(self, block: int) -> None:
+        """Keep a block and its place until `unlock`, for a copy."""
+        assert block not in self._locked
+        if self._refs[block] == 0:
+            self.cached.remove(self._node_of[block])
+        self._refs[block] += 1
+        self._locked.add(block)
+
+    def unlock(self, block: int) -> None:
+        self._locked.remove(block)
+        self.release([block])
+
+    def adopt(self, block: int, contents: HostBlock) -> None:
+        """Make a block findable that contents were copied to from the host, unless they have been computed
+        again meanwhile."""
+        if contents.key not in self._block_of:
+            self._put(block, contents.key, contents.node, contents.adapter)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Assert that references equal the holders', and that all other blocks are empty or cached."""
         counts = Counter(block for blocks in held for block in blocks)
+        counts.update(self._locked)
         for block in range(self.num_blocks):
             assert self._refs[block] == counts[block], f"block {block}: {self._refs[block]} refs"
             node = self._node_of.get(block)
@@ -237,9 +332,21 @@ class BlockPool:
         assert len(self._last_use) == self.num_blocks
         assert self._block_of == {key: block for block, key in self._key_of.items()}
         assert self._node_of.keys() == self._key_of.keys()
+        if self.host is not None:
+            self.host.check_integrity()
+            assert all(self.host.node_of(key) in (None, self._node_of[b]) for b, key in self._key_of.items())
+            assert self.host.num_copying == len(self._locked), "a copy under way locks one block of each tier"
 
     def _tokens_of(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+
+    def _put(self, block: int, key: CacheKey, node: int, adapter: str | None) -> None:
+        """Make a block's contents findable."""
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._node_of[block] = node
+        self._holder_of[node] = block
+        self._adapter_of[node] = adapter
 
     def _root(self, adapter: str | None) -> int:
         root = self._roots.get(adapter)

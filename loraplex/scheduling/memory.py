@@ -7,6 +7,7 @@ from typing import Protocol
 
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.host_kv import HostKV
 from loraplex.scheduling.plan import AdapterLoad, Move
 from loraplex.scheduling.room import ByteBudget
 
@@ -84,10 +85,18 @@ class SeparateMemory:
     adapter_advice = "raise --host-adapter-memory"
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, adapter_bytes: int, pool: type[BlockPool] = BlockPool
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        adapter_bytes: int,
+        pool: type[BlockPool] = BlockPool,
+        host_kv: HostKV | None = None,
     ) -> None:
-        """`pool`: the class that manages KV blocks."""
-        self.pool = pool(num_blocks, block_size)
+        """`pool`: the class that manages KV blocks. `host_kv`: their host tier."""
+        self.pool = (
+            pool(num_blocks, block_size) if host_kv is None else pool(num_blocks, block_size, host=host_kv)
+        )
         self._budget = ByteBudget(adapter_bytes)
         self.table = AdapterTable(self._budget)
 

@@ -72,10 +72,19 @@ class AdapterRead(NamedTuple):
     place: int
 
 
+class BlockCopy(NamedTuple):
+    """A copy of a KV block between the device and the host tier. Until its end is reported, neither block is
+    used for anything else."""
+
+    device_block: int
+    host_block: int
+
+
 class StepPlan(NamedTuple):
     """One step. Evictions come first, then moves in their order, then reads and loads, which run beside the
-    step and are reported when done. `waits_for`: versions whose reads and loads must end before the step
-    begins. `stalls`: the step may have to wait for adapters while it runs.
+    step and are reported when done; likewise `swap_outs`, KV blocks to copy to the host, and `swap_ins`, to
+    copy to the device. Both see what the steps before have written. `waits_for`: versions whose reads and
+    loads must end before the step begins. `stalls`: the step may have to wait for adapters while it runs.
 
     `merge`: a version, which is resident, whose merged weights are written after the moves and before the
     step. `merged`: all chunks are of this version and run on its merged weights, without any LoRA product;
@@ -93,6 +102,8 @@ class StepPlan(NamedTuple):
     merge: str | None = None
     merged: str | None = None
     drops_merged: bool = False
+    swap_outs: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

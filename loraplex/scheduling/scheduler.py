@@ -3,8 +3,8 @@
 Running requests go first: each decoding one gets its next token, prompts get chunks of what the step may
 compute beside that. What is left admits waiting requests, first come first served, as soon as their adapter
 is in memory and there is KV memory for their whole prompt. When KV memory runs out, the youngest running
-request is preempted: it gives its blocks back and is computed again later. Where adapters share that memory,
-waiting requests lose the pins on theirs first.
+request is preempted: it gives its blocks back and is computed again later, or copied to the host and back
+(`swapping`). Where adapters share that memory, waiting requests lose the pins on theirs first.
 
 A batching policy may leave running requests out of a step: these are paused. They keep their blocks and pins,
 and are the first to be preempted.
@@ -16,8 +16,10 @@ ignored.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
+from typing import Final
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
@@ -30,18 +32,23 @@ from loraplex.scheduling.batching.grouped import GroupedQueue
 from loraplex.scheduling.batching.policy import ALL
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.plan import BlockCopy, Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
 from loraplex.scheduling.request_state import ChunkUnderWay, RequestState
 from loraplex.scheduling.request_table import RequestTable
 from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
+from loraplex.scheduling.swapping import SwapOrders, Swapping
+
+_MAX_BEHIND_COPIES: Final = 16
+"""Waiting requests that a step looks at although their prefix is being copied for another one: there may be
+thousands of them."""
 
 
 class Scheduler:
     """Owns the queues, and is the only one to change the memory's state."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None = None) -> None:
-        """`costs`: measured and predicted costs, which `ColdStart.AUTO` decides by."""
+        """`costs`: measured and predicted costs, which `ColdStart.AUTO` and swapping decide by."""
         self._config = config
         self._memory = memory
         self._pool = memory.pool
@@ -54,6 +61,10 @@ class Scheduler:
         self._sequences = RequestTable()
         self.adapters = AdapterPlanner(config, memory, costs)
         self._pins = self.adapters.pins
+        self._swapping: Swapping | None = None
+        if memory.pool.host is not None:
+            self._swapping = Swapping(memory, memory.pool.host, costs)
+            self._pins.returning = self._swapping.returning
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[ChunkUnderWay]] = deque()
         self._slots = AdapterSlots(config.max_adapters)
@@ -114,10 +125,19 @@ class Scheduler:
             if sequence in self._waiting and not self._pins.is_in_memory(version):
                 self._fail(sequence, message, param="model")
 
+    def swap_ended(self, copies: Iterable[BlockCopy], *, out: bool, error: str | None = None) -> None:
+        """Record that copies of KV blocks to the host (`out`) or to the device have ended, with or without an
+        error. Keys and values that could not be copied are computed again."""
+        assert self._swapping is not None
+        self._is_settled = False
+        ended = self._swapping.ended_out if out else self._swapping.ended_in
+        ended(copies, failed=error is not None)
+
     def _fail_without_room(self) -> None:
         """Fail a request whose memory could only come from an overdue load: those behind it must not wait for
         that, too."""
-        sequence = self._pins.without_room(any_runs=bool(self._running or self._under_way))
+        any_runs = bool(self._running or self._under_way or self._pool.num_locked)
+        sequence = self._pins.without_room(any_runs=any_runs)
         if sequence is not None:
             self._fail(
                 sequence,
@@ -146,6 +166,7 @@ class Scheduler:
         else:
             chunks, budget = self._schedule_running(active, preempted)
             self._bring_in()
+            self._keep_order()
             if not preempted:
                 self._admit(chunks, budget, preempted)
         if not preempted:
@@ -175,6 +196,7 @@ class Scheduler:
             self._under_way.append(under_way)
         orders = self.adapters.take_orders(versions, self._waiting)
         merge, drops_merged = self.batcher.merged.take_orders()
+        swaps = SwapOrders() if self._swapping is None else self._swapping.take_orders()
         return StepPlan(
             chunks=chunks,
             adapter_evictions=tuple(self._table.serving.take_evictions()),
@@ -187,6 +209,8 @@ class Scheduler:
             merge=merge,
             merged=self._batch.merged if chunks else None,
             drops_merged=drops_merged,
+            swap_outs=swaps.outs,
+            swap_ins=swaps.ins,
         )
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
@@ -291,7 +315,9 @@ class Scheduler:
             if blocks is not None:
                 sequence.block_ids += blocks
                 return True
-            if self._pins.unpin_youngest(self._waiting) or self._give_back_merged():
+            if self._pool.num_free_soon > 0:
+                return False  # blocks that are being copied to or from the host are free when that has ended
+            if self._give_up_last() or self._pins.unpin_youngest(self._waiting) or self._give_back_merged():
                 continue
             victim = self._paused.pop() if self._paused else self._running[-1]
             if victim is sequence and sequence.num_unknown > 0:
@@ -320,6 +346,7 @@ class Scheduler:
     def _preempt(self, sequence: RequestState) -> None:
         self._running.remove(sequence)
         self._slots.leave(sequence.adapter)
+        self._swap_out(sequence)
         self._pool.release(sequence.block_ids)
         sequence.reset()
         self._waiting.append_front(sequence)
@@ -355,9 +382,9 @@ class Scheduler:
         refused = self._pins.refused if self._memory.shared else None
         admitted: list[RequestState] = []
         num_promised: int | None = None
-        num_left = self._config.max_running - len(self._running) + len(self._paused)
+        num_behind_copies = 0
         for sequence in self._candidates():
-            if budget < 1 or len(admitted) >= num_left:
+            if budget < 1 or not self._has_place_for(sequence):
                 break
             if refused is not None and sequence.queue_position > refused.queue_position:
                 break
@@ -368,15 +395,24 @@ class Scheduler:
             if not self._slots.has_room_for(sequence.adapter):
                 continue
             if num_promised is None:
-                num_promised = sum(map(self._promised_blocks, self._running))
+                num_promised = self._all_promised_blocks()
+            if sequence in self._pins.returning:
+                num_promised -= self._promised_blocks(sequence)
+            if self._awaits_copies(sequence, num_promised):
+                if sequence in self._pins.returning:
+                    num_promised += self._promised_blocks(sequence)
+                    continue
+                num_behind_copies += 1
+                if num_behind_copies == _MAX_BEHIND_COPIES:
+                    break
+                continue
             num_tokens = self._start(sequence, budget, num_promised)
-            while num_tokens == 0 and self._paused and len(self._paused) == len(self._running):
-                preempted.append(self._paused.pop())
-                self._preempt(preempted[-1])
-                num_promised = sum(map(self._promised_blocks, self._running))
+            while num_tokens == 0 and self._preempt_paused(preempted):
+                num_promised = self._all_promised_blocks()
                 num_tokens = self._start(sequence, budget, num_promised)
             if num_tokens == 0:
                 self._pins.short = sequence
+                self._give_up_last(sequence.queue_position + 1)
                 break
             admitted.append(sequence)
             self._running.append(sequence)
@@ -398,6 +434,18 @@ class Scheduler:
             ready.sort(key=lambda each: each.arrival)
         return self._batch.select(ready, len(ready))
 
+    def _preempt_paused(self, preempted: list[RequestState]) -> bool:
+        """Preempt the youngest paused request, if all running ones are paused, so that none would ever give
+        back memory. Return False otherwise, and while copies are about to free some."""
+        if not self._paused or len(self._paused) < len(self._running) or self._pool.num_free_soon > 0:
+            return False
+        preempted.append(self._paused.pop())
+        self._preempt(preempted[-1])
+        return True
+
+    def _all_promised_blocks(self) -> int:
+        return sum(map(self._promised_blocks, (*self._running, *self._pins.returning)))
+
     def _promised_blocks(self, sequence: RequestState) -> int:
         """Return the blocks that a running request still has to take for the tokens that it has."""
         return max(self._pool.blocks_for(len(sequence.token_ids)) - len(sequence.block_ids), 0)
@@ -417,15 +465,17 @@ class Scheduler:
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
         whole = self._pool.blocks_for(len(sequence.token_ids)) - len(cached)
         cuts_prompts = not self._config.prompts_first
-        if cuts_prompts and self._running and num_promised + whole > self._pool.num_obtainable:
+        if cuts_prompts and self._others_run(sequence) and num_promised + whole > self._pool.num_obtainable:
             self._pool.release(cached)
             return 0
         blocks = self._pool.allocate(missing)
-        while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting, sequence):
+        while blocks is None and not self._running and self._take_from_behind(sequence):
             blocks = self._pool.allocate(missing)  # no running request would ever free memory
         if blocks is None:
             self._pool.release(cached)
             return 0
+        if self._swapping is not None:
+            self._swapping.admitted(sequence)
         sequence.block_ids = cached + blocks
         sequence.num_computed = num_cached
         sequence.num_published = len(cached)
@@ -442,6 +492,53 @@ class Scheduler:
         if self._config.prompts_first:
             return num_tokens if num_tokens <= budget or budget >= work.max_tokens else 0
         return work.chunk(num_tokens, start, budget)
+
+    def _take_from_behind(self, sequence: RequestState) -> bool:
+        """Take blocks from a waiting request that holds some, this one or one behind it, or a pin from one
+        behind it; return False if none has any."""
+        return self._give_up_last(sequence.queue_position) or self._pins.unpin_youngest(
+            self._waiting, sequence
+        )
+
+    # ---- the host tier of KV memory
+
+    def _has_place_for(self, sequence: RequestState) -> bool:
+        """Return whether a request may run beside those that run and the returning ones; one of these loses
+        its place to a request before it."""
+        returning, limit = self._pins.returning, self._config.max_running
+        num_active = len(self._running) - len(self._paused)
+        if not returning or sequence in returning or num_active + len(returning) < limit:
+            return num_active < limit
+        return num_active < limit and self._give_up_last(sequence.queue_position + 1)
+
+    def _others_run(self, sequence: RequestState) -> bool:
+        """Return whether other requests run, or will as soon as their keys and values are on the device."""
+        returning = self._pins.returning
+        return bool(self._running) or len(returning) > (sequence in returning)
+
+    def _swap_out(self, sequence: RequestState) -> None:
+        """Let a preempted request's full blocks be copied to the host: also those of steps in flight, which
+        write them before the copy begins."""
+        if self._swapping is not None:
+            self._publish(sequence, min(sequence.num_computed, len(sequence.token_ids)))
+            self._swapping.swap_out(sequence)
+
+    def _awaits_copies(self, sequence: RequestState, num_promised: int) -> bool:
+        """Return whether a request waits for copies from the host, which are begun here if there is
+        memory."""
+        return self._swapping is not None and self._swapping.fetch(
+            sequence, num_running=len(self._running), num_promised=num_promised
+        )
+
+    def _give_up_last(self, first: float = -math.inf) -> bool:
+        """See `Swapping.give_up_last`."""
+        return self._swapping is not None and self._swapping.give_up_last(first)
+
+    def _keep_order(self) -> None:
+        """Take the blocks from returning requests that must not overtake one whose adapter has no room."""
+        refused = self._pins.refused if self._memory.shared else None
+        while refused is not None and self._give_up_last(refused.queue_position):
+            pass
 
     # ---- after a step
 
@@ -512,6 +609,8 @@ class Scheduler:
             self._running.remove(sequence)
             self._slots.leave(sequence.adapter)
             self._waiting.ended(self.batcher.now_s)
+        if self._swapping is not None:
+            self._swapping.dropped(sequence)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         if sequence.adapter is not None:
@@ -552,4 +651,6 @@ class Scheduler:
         self.batcher.merged.check_integrity()
         self._sequences.check_integrity()
         unknown = Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
-        check_integrity(self._waiting, self._running, self._memory, unknown)
+        check_integrity(self._waiting, self._running, self._memory, unknown, self._pins.returning)
+        if self._swapping is not None:
+            self._swapping.check_integrity()

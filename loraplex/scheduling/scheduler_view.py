@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.scheduling.host_kv import HostKV
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.request_state import RequestState
 
@@ -23,6 +24,7 @@ def engine_stats(
 ) -> EngineStats:
     pool, room = memory.pool, memory.table.serving.room
     host = memory.table.host.room if room.on_device else room
+    swap = {} if pool.host is None else _host_kv_stats(pool.host, pool.block_size)
     return EngineStats(
         num_running=num_running,
         num_waiting=num_waiting,
@@ -38,7 +40,18 @@ def engine_stats(
         device_adapter_bytes=room.used_bytes if room.on_device else 0,
         device_arena_bytes=memory.shared_bytes,
         adapters=adapters,
+        **swap,
     )
+
+
+def _host_kv_stats(host: HostKV, block_size: int) -> dict[str, int]:
+    return {
+        "host_kv_bytes": host.num_used * host.block_bytes,
+        "host_kv_budget_bytes": host.num_blocks * host.block_bytes,
+        "kv_blocks_swapped_out": host.num_copied_out,
+        "kv_blocks_swapped_in": host.num_copied_in,
+        "host_kv_hits": host.num_hits * block_size,
+    }
 
 
 def check_integrity(
@@ -46,16 +59,19 @@ def check_integrity(
     running: Collection[RequestState],
     memory: Memory,
     unknown: Mapping[int, int],
+    returning: Collection[RequestState] = (),
 ) -> None:
     """Assert the invariants of queues, blocks and pins. `unknown`: by a sequence's identity, the number of
-    its tokens that steps in flight sample."""
+    its tokens that steps in flight sample. `returning`: waiting requests whose keys and values come back from
+    the host."""
+    assert all(sequence in waiting for sequence in returning)
     queued = [*waiting, *running]
     memory.pool.check_integrity(s.block_ids for s in queued)
     assert all(s.num_unknown == unknown.get(id(s), 0) for s in queued), (
         "a token is counted on that nobody samples"
     )
     for sequence in waiting:
-        assert not sequence.block_ids, "a waiting request holds blocks"
+        assert not sequence.block_ids or sequence in returning, "a waiting request holds blocks"
     for sequence in running:
         assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
         assert 0 <= sequence.num_computed < sequence.num_tokens

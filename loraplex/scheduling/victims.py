@@ -8,6 +8,7 @@ Code that is short of memory calls `next_victim`, evicts what it returns, and ca
     arena.Arena.take                       adapters' bytes    idle adapters and cached blocks
     arena.Arena.gain_blocks                KV blocks          idle adapters and cached blocks
     blocks.BlockPool without an arena      KV blocks          cached blocks
+    host_kv.HostKV                         host KV blocks     host blocks that no copy uses
 
 The twin runs the same scheduler, so it evicts the same. Only what is idle is a candidate: the adapter table
 and the block pool add what becomes idle and remove what is used again, so that no policy can evict what is
@@ -21,16 +22,23 @@ The policy is LRU over both kinds, with two exceptions:
 A policy can also use what LRU ignores: an adapter's bytes, how often it was used, whether it would be loaded
 again from host memory or from disk; whether a block was shared, which adapter computed it, and whether that
 adapter is in memory (`IdleAdapters.resident`); and how much memory is short.
+
+Where KV blocks have a host tier, what is evicted from the device may be copied there first: blocks of a
+preempted request (`swapping`), and the cached blocks that `blocks_to_save` returns. The host tier evicts the
+least recently used block.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, KeysView, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Set
+from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
 _UNSHARED_SHARE: Final = 0.25
 """Share of the KV memory for cached blocks that were never shared."""
+_NUM_NEXT: Final = 32
+"""Number of cached blocks, those evicted next, that are considered for a copy to the host."""
 
 
 class IdleAdapter(Protocol):
@@ -140,6 +148,10 @@ class CachedBlocks:
             return unshared or shared
         return unshared if self.is_flooded or unshared.last_use < shared.last_use else shared
 
+    def shared(self) -> Iterator[int]:
+        """Yield the contents that were shared at some time, in order of eviction."""
+        return iter(self._shared)
+
     def add(self, contents: int, last_use: int, adapter: str | None, *, shared: bool) -> None:
         """Add a block that its last request has released."""
         (self._shared if shared else self._unshared)[contents] = (last_use, adapter)
@@ -164,6 +176,19 @@ def next_victim(adapters: IdleAdapters, blocks: CachedBlocks, *, short: int) -> 
     idle_since = 0 if adapter.ahead else adapter.last_use
     cached_since = 0 if blocks.is_flooded else block.last_use
     return adapter if idle_since < cached_since else block
+
+
+def blocks_to_save(blocks: CachedBlocks, is_held: Callable[[int], bool]) -> list[int]:
+    """Return the contents of cached blocks to copy to the host before they are evicted: those that were
+    shared, that the host does not hold yet, and that are among the next to go. Contents that no second
+    request used are not worth a copy."""
+    return [contents for contents in islice(blocks.shared(), _NUM_NEXT) if not is_held(contents)]
+
+
+def next_host_victim(idle: Iterable[int], spared: Collection[int]) -> int | None:
+    """Return the contents that the host tier evicts next, of those that no copy uses, given least recently
+    used first; None if there are only `spared` ones, which are being saved themselves."""
+    return next((contents for contents in idle if contents not in spared), None)
 
 
 def _oldest(queue: OrderedDict[int, tuple[int, str | None]], *, is_shared: bool) -> CachedBlock | None:

@@ -155,6 +155,7 @@ class _Page:
             yield self._counter(f"loraplex:adapter_{name}", text, value)
         yield self._gauge("loraplex:device_adapter_bytes", "GPU memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:device_arena_bytes", "GPU memory that adapters and KV share", arena)
+        yield from self._host_kv()
         for name, predicted_s, measured_s in (
             ("step", stats.predicted_step_s, stats.measured_step_s),
             ("copy", stats.predicted_copy_s, stats.measured_copy_s),
@@ -165,6 +166,25 @@ class _Page:
                     f"What the cost model predicts of a {name} over what it takes, lately",
                     predicted_s / measured_s,
                 )
+
+    def _host_kv(self) -> Iterator[Metric]:
+        """Yield the figures of the host tier of KV blocks (`--kv-swap-memory`)."""
+        stats = self._stats
+        for name, text, value in (
+            ("bytes", "Pinned host memory held by keys and values", stats.host_kv_bytes),
+            ("budget_bytes", "Most of it that may be held", stats.host_kv_budget_bytes),
+        ):
+            yield self._gauge(f"loraplex:host_kv_{name}", text, value)
+        for name, text, value in (
+            ("kv_blocks_swapped_out", "KV blocks copied to the host", stats.kv_blocks_swapped_out),
+            ("kv_blocks_swapped_in", "KV blocks copied back to the GPU", stats.kv_blocks_swapped_in),
+            (
+                "host_kv_hits",
+                "Prompt tokens found in the prefix cache because the host held them",
+                stats.host_kv_hits,
+            ),
+        ):
+            yield self._counter(f"loraplex:{name}", text, value)
 
     def _requests(self) -> Iterator[Metric]:
         counts = self._metrics

@@ -103,6 +103,9 @@ class AheadSimulator(Simulator):
             begin_s = max(self.now_s, self._flights[-1].end_s if self._flights else -math.inf)
             self._flights.append(_Flight(plan, self._end_s(plan, self.scheduler.num_waiting, begin_s)))
 
+    def _launched_s(self) -> float:
+        return max(self.now_s, self._flights[-1].end_s) if self._flights else self.now_s
+
     def _land(self, keep: int) -> None:
         while len(self._flights) > keep:
             plan, end_s = self._flights.popleft()

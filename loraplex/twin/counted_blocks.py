@@ -42,6 +42,17 @@ class CountedPool(BlockPool):
         return self._num_empty
 
     @property
+    def num_locked(self) -> int:
+        return 0
+
+    @property
+    def num_free_soon(self) -> int:
+        return 0
+
+    def are_movable(self, count: int) -> bool:
+        return True
+
+    @property
     def num_free(self) -> int:
         return self._num_empty
 

@@ -95,6 +95,8 @@ class LeapingScheduler(Scheduler):
             return False
         if self.batcher.pauses:
             return False  # the requests of the next step have to be chosen
+        if self._pool.num_locked > 0:  # copies of KV blocks are under way, which free memory when they end
+            return False
         return not self.adapters.has_work()
 
     # ---- requests that join the group
@@ -163,7 +165,11 @@ class LeapingScheduler(Scheduler):
         if group is None or len(waiting) != 1 or group.steps_left < 2:
             return False
         joining = list(self._waiting.candidates())
-        if len(joining) > 1 or not (self._all_is_quiet() if joining else self._can_leap()):
+        if (
+            self._any_awaits_host()
+            or len(joining) > 1
+            or not (self._all_is_quiet() if joining else self._can_leap())
+        ):
             return False
         if due and (not self._await_reads(due) or any(each.adapter == version for each in due)):
             return False
@@ -206,9 +212,15 @@ class LeapingScheduler(Scheduler):
         num_tokens = sum([len(sequence.token_ids) for sequence in waiting])
         return (
             self._all_is_quiet()
+            and not self._any_awaits_host()
             and self._may_start(len(waiting), num_tokens, [sequence.adapter for sequence in waiting])
             and group.has_room_for(sum([blocks_ahead(s, self._pool, limit) for s in waiting]))
         )
+
+    def _any_awaits_host(self) -> bool:
+        """Return whether any waiting request's keys and values are to be copied from the host first."""
+        swapping = self._swapping
+        return swapping is not None and any(map(swapping.awaits_host, self._waiting))
 
     def _may_start(
         self,

@@ -232,7 +232,8 @@ class SloCounts(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """The outcome of a run. `num_loads`: adapter loads to the device. `gaps`: gaps between tokens in time
-    order; if a request was preempted in between, only the step with the later token counts."""
+    order; if a request was preempted in between, only the step with the later token counts.
+    `num_swapped_out`, `num_swapped_in`: KV blocks copied to the host and back."""
 
     requests: Sequence[RequestOutcome]
     duration_s: float
@@ -242,6 +243,8 @@ class Outcome:
     mean_running: float
     mean_waiting: float
     gaps: Sequence[Gaps]
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
 
     def timeline(self, num_intervals: int = 200) -> Timeline:
         """Return the numbers of running and waiting requests as means over intervals of equal length. A
@@ -296,6 +299,8 @@ class Outcome:
             "num_steps": self.num_steps,
             "num_loads": self.num_loads,
             "num_preemptions": self.num_preemptions,
+            "num_swapped_out": self.num_swapped_out,
+            "num_swapped_in": self.num_swapped_in,
             "input_tok_s": sum(each.request.prompt_tokens for each in begun) / duration_s,
             "output_tok_s": num_output / duration_s,
             "offered_tok_s": self._num_offered / (self._offered_s or duration_s),

@@ -21,8 +21,10 @@ from loraplex.perf.slot_profile import SlotProfile
 from loraplex.perf.subject import shape_of_key
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.batching.thresholds import Tuning
+from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.cpu_workers import choose_num_workers
+from loraplex.scheduling.host_kv import host_kv_of
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
@@ -52,7 +54,8 @@ class ReplayOptions:
     profile's. `cold_start`: None for the default of the profile's device. `cpu_workers`: CPU processes that
     compute LoRA for adapters that are being copied to a GPU; None for as many as the engine would start on
     the profile's machine. `max_copy_bytes_per_s`: those copies are no faster than this. `batching`,
-    `max_delay`, `tuning`: as in `SchedulerConfig`.
+    `max_delay`, `tuning`: as in `SchedulerConfig`. `kv_swap_bytes`: host memory for keys and values; 0 for
+    none.
     """
 
     num_adapters: int
@@ -73,6 +76,7 @@ class ReplayOptions:
     batching: Batching = Batching.FCFS
     max_delay: DelayBound = field(default_factory=DelayBound)
     tuning: Tuning = Tuning.PAPER
+    kv_swap_bytes: int = 0
     staged: bool = False
     seed: int = 0
 
@@ -103,6 +107,11 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
                 "--cpu-workers and --max-copy-gb-per-s out, and choose --cold-start overlap, on-demand or "
                 "cached"
             )
+        if options.kv_swap_bytes and not on_gpu:
+            raise UserError(
+                "the profile is of an engine on a CPU, whose KV cache is in host memory already; leave "
+                "--kv-swap-memory out"
+            )
         if options.cpu_workers and options.cold_start not in (None, ColdStart.CPU_ASSIST, ColdStart.AUTO):
             raise UserError("--cpu-workers go with --cold-start cpu-assist or auto; leave them out")
         return
@@ -114,6 +123,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         ("--cpu-workers", options.cpu_workers),
         ("--max-copy-gb-per-s", options.max_copy_bytes_per_s),
         ("--batching", None if options.batching is Batching.FCFS else options.batching),
+        ("--kv-swap-memory", options.kv_swap_bytes or None),
     ):
         if value is not None:
             raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")
@@ -292,12 +302,15 @@ class OwnEngines:
         assert has.arena_bytes is not None
         page_bytes = has.token_bytes * block_size
         arena_bytes = has.arena_bytes if kv_tokens is None else kv_tokens * has.token_bytes
+        host_kv = host_kv_of(self._options.kv_swap_bytes, page_bytes)
         return Arena(
             num_pages=max(arena_bytes // page_bytes, 1),
             page_bytes=page_bytes,
             block_size=block_size,
             host_bytes=host_bytes,
-            pool=CountedPool,
+            # Swapping depends on the contents of blocks: they are numbered, and found again.
+            pool=CountedPool if host_kv is None else BlockPool,
+            host_kv=host_kv,
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 
@@ -21,6 +22,7 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
 from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.engine_twin import AdapterEvent
+from loraplex.twin.kv_copies import KVCopies, KVCopiesInFlight
 from loraplex.twin.leaping import ANY_TOKEN
 from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
 from loraplex.twin.quick_scheduler import QuickScheduler
@@ -60,6 +62,7 @@ class Simulator:
         self.num_loads = 0
         self.num_offered = 0
         self._ends: list[tuple[float, int, str, bool]] = []  # ends of loads, and of reads (True)
+        self._kv_copies = KVCopiesInFlight()
         self._in_flight: dict[str, LoadInFlight] = {}  # loads, by version; times count from 0
         self._repeats_of: tuple[DecodeGroup | None, int, int] = (None, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
@@ -106,7 +109,11 @@ class Simulator:
     def outcome(self, end_s: float) -> Outcome:
         """Return the outcome of everything up to `end_s`."""
         num_preemptions = self.scheduler.stats(self.recorder.num_steps).num_preemptions
-        return self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
+        outcome = self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
+        host = self._memory.pool.host
+        if host is None:
+            return outcome
+        return replace(outcome, num_swapped_out=host.num_copied_out, num_swapped_in=host.num_copied_in)
 
     def end_s(self, until_s: float) -> float:
         """Return when a run ended that was limited to `until_s`."""
@@ -142,8 +149,7 @@ class Simulator:
         if group is None:
             return self.now_s
         end_s = self.now_s + self._repeats(group).sum_s(num_steps)
-        if self._ends:
-            end_s = max(min(end_s, self._ends[0][0]), self.now_s)
+        end_s = max(min(end_s, self._next_end_s()), self.now_s)
         if self._leaps and end_s > self.now_s:
             self._found_leap = (group, num_steps)
         return end_s
@@ -220,9 +226,16 @@ class Simulator:
         return version in self._memory.table.host.resident
 
     def is_idle(self) -> bool:
-        return not self.scheduler.has_work() and not self._ends
+        return not self.scheduler.has_work() and not self._ends and not self._kv_copies
+
+    def _next_end_s(self) -> float:
+        """Return when the next load, read or copy of KV blocks ends; infinity if there is none."""
+        loaded_s = self._ends[0][0] if self._ends else math.inf
+        return min(loaded_s, self._kv_copies.next_end_s) if self._kv_copies else loaded_s
 
     def _end_loads(self) -> None:
+        for ended in self._kv_copies.take_ended(self.now_s):
+            self.scheduler.swap_ended(ended.copies, out=ended.out)
         while self._ends and self._ends[0][0] <= self.now_s:
             _, _, version, is_read = heapq.heappop(self._ends)
             if is_read:
@@ -253,13 +266,15 @@ class Simulator:
         if self.adapter_events is not None:
             self.adapter_events += [AdapterEvent("evict", version) for version in plan.adapter_evictions]
         self._start_loads(plan.adapter_reads, plan.adapter_loads)
+        self._start_swaps(plan)
         self._wait_for(plan.waits_for)
         return plan
 
     def _pass_time(self, plan: StepPlan, next_s: float) -> None:
         """Let time pass until there may be something to compute."""
-        if self._ends:
-            self.now_s = max(self.now_s, min(self._ends[0][0], next_s))
+        end_s = self._next_end_s()
+        if end_s < math.inf:
+            self.now_s = max(self.now_s, min(end_s, next_s))
         elif next_s < math.inf and not plan.adapter_evictions:
             self.now_s = max(self.now_s, next_s)
         self.recorder.passed(self.now_s, num_running=0)
@@ -321,14 +336,13 @@ class Simulator:
     def _leap_within(self, next_s: float, group: DecodeGroup, most: int) -> None:
         """Leap at most `most` steps, up to the first one that begins at or after `next_s` or the end of a
         load."""
-        if self._ends:
-            next_s = min(next_s, self._ends[0][0])
+        next_s = min(next_s, self._next_end_s())
         repeats = self._repeats(group)
         self._take_leap(group, repeats.steps_until(next_s - self.now_s, most), repeats)
 
     def _has_news(self) -> bool:
-        """Return whether a read or load has ended that the next decision must take into account."""
-        return bool(self._ends) and self._ends[0][0] <= self.now_s
+        """Return whether a read, load or copy has ended that the next decision must take into account."""
+        return self._next_end_s() <= self.now_s
 
     def _repeats(self, group: DecodeGroup) -> Repeats:
         """Return the times of the group's next steps; cached, because they are asked for before being
@@ -374,6 +388,30 @@ class Simulator:
             self._bus_free_s = end_s
             heapq.heappush(self._ends, (end_s, next(self._order), load.version, False))
         self.num_loads += len(loads)
+
+    def _start_swaps(self, plan: StepPlan) -> None:
+        """Queue copies of KV blocks, which begin when the steps launched so far are over: to the host on a
+        bus of their own, and to the device on the bus of adapters."""
+        if not (plan.swap_outs or plan.swap_ins):
+            return
+        assert self._memory.pool.host is not None
+        block_bytes, launched_s, copies = (
+            self._memory.pool.host.block_bytes,
+            self._launched_s(),
+            self._kv_copies,
+        )
+        if plan.swap_outs:
+            begin_s = max(copies.out_free_s, launched_s)
+            copies.out_free_s = begin_s + self._times.copy_s(len(plan.swap_outs) * block_bytes)
+            copies.begin(KVCopies(copies.out_free_s, plan.swap_outs, out=True))
+        if plan.swap_ins:
+            begin_s = max(self._bus_free_s, launched_s)
+            self._bus_free_s = begin_s + self._times.copy_s(len(plan.swap_ins) * block_bytes)
+            copies.begin(KVCopies(self._bus_free_s, plan.swap_ins, out=False))
+
+    def _launched_s(self) -> float:
+        """Return when the steps launched so far are over."""
+        return self.now_s
 
     def _disk_end_s(self, version: str) -> float:
         """Return the end of a read from disk that begins now, after those in flight."""

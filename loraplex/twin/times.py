@@ -87,6 +87,10 @@ class StepTimes(Protocol):
         """Return the seconds to read an adapter's file into host memory."""
         ...
 
+    def copy_s(self, num_bytes: int) -> float:
+        """Return the seconds of copies of KV blocks in one direction on an idle bus."""
+        ...
+
 
 class CostModelTimes:
     """Times by the cost model of our own engine. `adapter_bytes`: bytes of each version. `merge_bytes`: bytes
@@ -206,3 +210,6 @@ class CostModelTimes:
     def read_s(self, version: str) -> float:
         """Return the seconds to read a file that is in the page cache."""
         return self._model.read_s(self._bytes(version))
+
+    def copy_s(self, num_bytes: int) -> float:
+        return self._model.copy_s(num_bytes)

@@ -19,7 +19,9 @@ from loraplex.perf.slot_profile import SlotCosts
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.host_kv import HostKV
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
@@ -114,8 +116,10 @@ def own_twin(
     ahead: bool = False,
     position_cost: float = 0.0,
     padded: bool = False,
+    num_host_blocks: int | None = None,
 ) -> Simulator:
-    """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each."""
+    """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each. Blocks of an
+    arena may have a host tier."""
     machine = with_padded_kernels(imagined_machine()) if padded else imagined_machine()
     adapters = [f"adapter-{number}" for number in range(num_adapters)]
     sizes = {version: (number + 1) << 20 for number, version in enumerate(adapters)}
@@ -125,7 +129,8 @@ def own_twin(
             page_bytes=1 << 20,
             block_size=16,
             host_bytes=1 << 30,
-            pool=CountedPool,
+            pool=CountedPool if num_host_blocks is None else BlockPool,
+            host_kv=None if num_host_blocks is None else HostKV(num_host_blocks, 1 << 20),
         )
         if shared
         else SeparateMemory(num_blocks=num_blocks, block_size=16, adapter_bytes=8 << 20, pool=CountedPool)

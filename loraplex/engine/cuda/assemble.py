@@ -22,6 +22,7 @@ from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.graphs import GraphRecorder
 from loraplex.engine.cuda.host_blocks import HostBlocks, HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
+from loraplex.engine.cuda.kv_swap import KVSwap
 from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.cuda.merge_buffer import MergeBuffer
 from loraplex.engine.cuda.options import CudaOptions
@@ -44,6 +45,7 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.cpu_workers import SHORT_PROMPT
+from loraplex.scheduling.host_kv import host_kv_of
 from loraplex.scheduling.work import StepWork
 
 
@@ -100,6 +102,7 @@ def assemble_engine(
             page_bytes=page_bytes(shape, options.block_size, options.dtype),
             block_size=options.block_size,
             host_bytes=options.host_bytes,
+            host_kv=host_kv_of(options.kv_swap_bytes, page_bytes(shape, options.block_size, options.dtype)),
         ),
         costs=DriftWatch(costs.model),
         executor=executor,
@@ -188,6 +191,9 @@ def _build_executor(
         if assist is not None:
             undo.callback(assist.close)
         merge_buffer = MergeBuffer(shape, options.dtype, arena)
+        kv_swap = _build_kv_swap(shape, options, arena, device)
+        if kv_swap is not None:
+            undo.callback(kv_swap.close)
         executor = CudaExecutor(
             decoder=decoder,
             runner=StepRunner(
@@ -211,9 +217,20 @@ def _build_executor(
             reads=reads,
             merge_buffer=merge_buffer,
             assist=assist,
+            kv_swap=kv_swap,
         )
         undo.pop_all()
     return executor
+
+
+def _build_kv_swap(
+    shape: ModelShape, options: CudaOptions, arena: DeviceArena, device: torch.device
+) -> KVSwap | None:
+    block_bytes = page_bytes(shape, options.block_size, options.dtype)
+    tier = host_kv_of(options.kv_swap_bytes, block_bytes)
+    if tier is None:
+        return None
+    return KVSwap(arena, num_blocks=tier.num_blocks, block_bytes=block_bytes, device=device)
 
 
 def _build_store(

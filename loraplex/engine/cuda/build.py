@@ -64,6 +64,7 @@ def build_cuda_engine(
         loads_popular=options.loads_popular,
         batching=options.batching,
         max_delay=options.max_delay,
+        kv_swap_bytes=options.kv_swap_memory_bytes or 0,
     )
     # Planned for the first device; the others are assumed to be like it.
     plan = plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))

@@ -31,6 +31,13 @@ def copy_to_device(target: int, source: int, num_bytes: int, stream: int) -> Non
         _check(error, "copy from the host")
 
 
+def copy_to_host(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copy after everything launched on the stream so far. Returns at once if the target is pinned."""
+    error = _copy_back()(target, source, num_bytes, stream)
+    if error != 0:
+        _check(error, "copy to the host")
+
+
 def write_word(address: int, value: int, stream: int) -> None:
     """Write eight bytes of device memory after everything launched on the stream so far."""
     error = _write()(stream, address, value, 0)
@@ -47,6 +54,13 @@ def _driver() -> Any:
 def _copy() -> Any:
     function = _driver().cuMemcpyHtoDAsync_v2
     function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
+@lru_cache(maxsize=1)
+def _copy_back() -> Any:
+    function = _driver().cuMemcpyDtoHAsync_v2
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return function
 
 

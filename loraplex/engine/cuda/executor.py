@@ -30,12 +30,13 @@ from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Transfer
 from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_once, draw_tokens, stays_on_device
+from loraplex.engine.cuda.kv_swap import KVSwap
 from loraplex.engine.cuda.merge_buffer import MergeBuffer
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT, HostBlock
 from loraplex.engine.cuda.step_lora import to_device
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
-from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
+from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult, SwapEvent
 from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
@@ -43,7 +44,7 @@ from loraplex.engine.sampler import SamplingState, not_finite, sample
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
 from loraplex.perf.assist_split import MAX_SPANS
-from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
+from loraplex.scheduling.plan import AdapterRead, BlockCopy, Chunk, Move, StepPlan
 
 _NUM_READS: Final = 2
 """Number of threads that read adapters; each has helper threads."""
@@ -99,8 +100,10 @@ class CudaExecutor:
         reads: AdapterReads,
         merge_buffer: MergeBuffer,
         assist: CpuAssist | None = None,
+        kv_swap: KVSwap | None = None,
     ) -> None:
         """`reads`: fills the host blocks of `store`. `merge_buffer`: must be that of `runner`."""
+        """`reads`: fills the host blocks of `store`. `kv_swap`: the host tier of KV blocks."""
         self._decoder = decoder
         self._runner = runner
         self._builder = builder
@@ -111,6 +114,7 @@ class CudaExecutor:
         self._assist = assist
         self._merge_buffer = merge_buffer
         self._merged: tuple[str, frozenset[str]] | None = None  # a version, and the groups that it touches
+        self._kv_swap = kv_swap
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters being copied, in copy order
         self._behind_launch: list[Transfer] = []  # not needed by the step launched next
@@ -204,6 +208,13 @@ class CudaExecutor:
             if move.version in weights:  # it may have been evicted since
                 weights[move.version] = self._store.moved(weights[move.version], move.target_byte)
 
+    def swap(self, outs: Sequence[BlockCopy], ins: Sequence[BlockCopy]) -> None:
+        assert self._kv_swap is not None
+        self._kv_swap.start(outs, ins, after=Moment(self._device))
+
+    def poll_swaps(self) -> Sequence[SwapEvent]:
+        return () if self._kv_swap is None else self._kv_swap.poll()
+
     @property
     def why_not_merged(self) -> str | None:
         return self._decoder.why_not_merged or self._merge_buffer.why_not_merged
@@ -230,14 +241,18 @@ class CudaExecutor:
 
     @property
     def num_pending_loads(self) -> int:
-        return self._adapters.num_pending + len(self._arrivals) + len(self._behind_launch)
+        num_swaps = 0 if self._kv_swap is None else self._kv_swap.num_pending
+        return self._adapters.num_pending + len(self._arrivals) + len(self._behind_launch) + num_swaps
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         until = time.monotonic() + timeout_s
         while True:
-            wait_s = min(timeout_s, _ARRIVAL_WAIT_S) if self._arrivals else timeout_s
+            awaits_copies = bool(self._arrivals) or (
+                self._kv_swap is not None and self._kv_swap.num_pending > 0
+            )
+            wait_s = min(timeout_s, _ARRIVAL_WAIT_S) if awaits_copies else timeout_s
             events = [*self._take_arrived(), *self._adapters.poll(0.0)]
-            if events or time.monotonic() >= until or self.num_pending_loads == 0:
+            if events or self._swap_has_ended or time.monotonic() >= until or self.num_pending_loads == 0:
                 return events
             if self._adapters.num_pending > 0:
                 events = self._adapters.poll(wait_s)
@@ -245,6 +260,10 @@ class CudaExecutor:
                     return events
             else:
                 time.sleep(wait_s)
+
+    @property
+    def _swap_has_ended(self) -> bool:
+        return self._kv_swap is not None and self._kv_swap.has_ended
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
         return self._adapters.overdue(deadline_s)
@@ -284,6 +303,8 @@ class CudaExecutor:
             closing.callback(self._close_store)
             if self._assist is not None:
                 closing.callback(self._assist.close)
+            if self._kv_swap is not None:
+                closing.callback(self._kv_swap.close)
             closing.callback(self._finish_steps)
             closing.callback(self._adapters.close)
 

@@ -1,4 +1,4 @@
-"""Host memory that a device copies adapters from, and CPU workers compute with.
+"""Host memory that a device copies adapters or KV blocks from, and CPU workers compute with.
 
 Its addresses are reserved at once. Memory is allocated and pinned piece by piece as it is used, because
 pinning is slow, and only copies from pinned memory run beside the steps at the full speed of the bus. A piece
@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
@@ -43,26 +44,47 @@ _PINNED_AHEAD_BYTES: Final = 1 << 30
 """Bytes pinned before they are used: half a second of adapters from a fast disk."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """What memory is for, as error messages name it, and the option that sets its size. `must_pin`: memory
+    that cannot be pinned is of no use."""
+
+    what: str
+    option: str
+    must_pin: bool = False
+
+
+ADAPTERS: Final = Use(what="adapters", option="--host-adapter-memory")
+KV_SWAP: Final = Use(what="keys and values", option="--kv-swap-memory", must_pin=True)
+
+
 def default_host_bytes() -> int:
     """Return the default budget for adapters in host memory, for all shards together."""
     return int(min(available_bytes() * _DEFAULT_SHARE, _MAX_DEFAULT_BYTES))
 
 
 class HostMemory:
-    """Host memory of adapters, used from the top downwards (`scheduling.host_room`)."""
+    """Host memory. That of adapters is used from the top downwards (`scheduling.host_room`)."""
 
     def __init__(
-        self, num_bytes: int, *, pinned: bool, shared: bool = False, piece_bytes: int = _PIECE_BYTES
+        self,
+        num_bytes: int,
+        *,
+        pinned: bool,
+        shared: bool = False,
+        piece_bytes: int = _PIECE_BYTES,
+        use: Use = ADAPTERS,
     ) -> None:
         """`shared`: other processes may map it."""
         self._num_bytes = num_bytes
         self._pins = pinned
         self._piece_bytes = piece_bytes
+        self._use = use
         try:
             self._pages: _Pages = (_SharedPages if shared else _LargePages)(max(num_bytes, 1))
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise CapacityError(
-                f"the host has no {num_bytes:,} bytes for adapters; lower --host-adapter-memory"
+                f"the host has no {num_bytes:,} bytes for {use.what}; lower {use.option}"
             ) from error
         self._bytes = self._pages.memory
         self.address = self._bytes.data_ptr()
@@ -84,7 +106,7 @@ class HostMemory:
     def take(self, begin: int, end: int) -> torch.Tensor:
         """Return memory to fill, allocated and, where possible, pinned. May be called on any thread. Raises
         CapacityError."""
-        assert 0 <= begin <= end <= self._num_bytes, "outside of the memory for adapters"
+        assert 0 <= begin <= end <= self._num_bytes, "outside of this memory"
         with self._lock:
             self._lowest = min(self._lowest, begin)
         for piece in range(begin // self._piece_bytes, -(-end // self._piece_bytes)):
@@ -143,6 +165,11 @@ class HostMemory:
                 return
             error = driver.pin(memory.data_ptr(), memory.numel())
             self._pinned[piece] = error == 0
+            if error != 0 and self._use.must_pin:
+                raise CapacityError(
+                    f"the host cannot pin {self._num_bytes:,} bytes for {self._use.what} (CUDA error "
+                    f"{error}); lower {self._use.option}, or raise the limit on locked memory (ulimit -l)"
+                )
             if error != 0:
                 logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
 
@@ -155,8 +182,8 @@ class HostMemory:
             self._pages.allocate(begin, num_bytes)
         except OSError as error:
             raise CapacityError(
-                f"the host has no memory left for adapters ({error.strerror}); free some, or lower "
-                "--host-adapter-memory"
+                f"the host has no memory left for {self._use.what} ({error.strerror}); free some, or lower "
+                f"{self._use.option}"
             ) from error
 
 

@@ -11,6 +11,7 @@ from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.options import CudaOptions
+from loraplex.scheduling.host_kv import host_kv_of
 
 _RESERVE_BYTES: Final = 4 << 30
 """Bytes left for activations, graphs and libraries."""
@@ -29,11 +30,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the arena. `coming_bytes`: bytes that will be put on the device beside it. Raises CapacityError or
     ModelError."""
+    block_bytes = page_bytes(shape, options.block_size, options.dtype)
+    host_kv_of(options.kv_swap_bytes, block_bytes)  # refused now, before the weights are read
     arena_bytes = options.arena_bytes
     if arena_bytes is None:
         arena_bytes = max(_free_bytes(device, options.memory_fraction) - coming_bytes, 0)
     # One page is for padding (`device_arena`).
-    num_pages = arena_bytes // page_bytes(shape, options.block_size, options.dtype) - 1
+    num_pages = arena_bytes // block_bytes - 1
     if num_pages < 2:
         raise CapacityError(
             f"{arena_bytes:,} bytes of device memory are left beside the model, too few for KV cache and "

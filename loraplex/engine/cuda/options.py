@@ -20,9 +20,10 @@ class CudaOptions:
 
     `memory_fraction`: share of the device's memory for everything that the engine holds; `arena_bytes`:
     instead of it, bytes for KV blocks and adapters together. `host_bytes`: the budget for adapters in host
-    memory. `cold_start`: the policy for requests whose adapter is not on the device. `cpu_workers`: number of
-    processes that compute LoRA for adapters being copied; None: by the machine's cores, at most
-    `max_cpu_workers`, where the policy uses workers. `batching`, `max_delay`: as in `SchedulerConfig`.
+    memory. `kv_swap_bytes`: host memory for keys and values; 0 for none. `cold_start`: the policy for
+    requests whose adapter is not on the device. `cpu_workers`: number of processes that compute LoRA for
+    adapters being copied; None: by the machine's cores, at most `max_cpu_workers`, where the policy uses
+    workers. `batching`, `max_delay`: as in `SchedulerConfig`.
 
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
     two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate.
@@ -32,6 +33,7 @@ class CudaOptions:
     memory_fraction: float = DEFAULT_MEMORY_FRACTION
     arena_bytes: int | None = None
     host_bytes: int = 0
+    kv_swap_bytes: int = 0
     max_model_len: int | None = None
     max_step_tokens: int = MAX_STEP_TOKENS
     max_running: int = 256

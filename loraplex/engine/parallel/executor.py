@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
-from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult
+from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult, SwapEvent
 from loraplex.engine.parallel.shard_plans import PlanSender
 from loraplex.engine.parallel.workers import Workers
 from loraplex.engine.peers import ReadCounts
-from loraplex.scheduling.plan import AdapterRead, Move, StepPlan
+from loraplex.scheduling.plan import AdapterRead, BlockCopy, Move, StepPlan
 
 _LOCAL: Final = 0
 """The shard of this process."""
@@ -104,6 +104,12 @@ class ParallelExecutor:
         if any(move.version is None for move in moves):
             self._plans.forget_contents()
         self._everywhere("move", moves)
+
+    def swap(self, outs: Sequence[BlockCopy], ins: Sequence[BlockCopy]) -> None:
+        raise AssertionError("refused with tensor parallelism")
+
+    def poll_swaps(self) -> Sequence[SwapEvent]:
+        return ()
 
     def evict_adapter(self, version: str) -> None:
         self._everywhere("evict_adapter", version)

@@ -25,11 +25,17 @@ _HOST_BYTES: Final = "loraplex:host_adapter_bytes"
 _HOST_BUDGET: Final = "loraplex:host_adapter_budget_bytes"
 _DEVICE_BYTES: Final = "loraplex:device_adapter_bytes"
 _ARENA_BYTES: Final = "loraplex:device_arena_bytes"
+_HOST_KV_BYTES: Final = "loraplex:host_kv_bytes"
+_HOST_KV_BUDGET: Final = "loraplex:host_kv_budget_bytes"
+_SWAPPED_OUT: Final = "loraplex:kv_blocks_swapped_out_total"
+_SWAPPED_IN: Final = "loraplex:kv_blocks_swapped_in_total"
+_HOST_KV_HITS: Final = "loraplex:host_kv_hits_total"
 _RESIDENT: Final = "loraplex:adapter_resident"
 _LOADS: Final = "loraplex:adapter_loads_total"
 _WANTED: Final = (
     _RUNNING, _WAITING, _KV_USAGE, _KV_SIZE, _QUERIES, _HITS, _PREEMPTIONS, _STEPS,
     _HOST_BYTES, _HOST_BUDGET, _DEVICE_BYTES, _ARENA_BYTES, _RESIDENT, _LOADS,
+    _HOST_KV_BYTES, _HOST_KV_BUDGET, _SWAPPED_OUT, _SWAPPED_IN, _HOST_KV_HITS,
 )  # fmt: skip
 
 
@@ -63,6 +69,11 @@ def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
         host_adapter_budget_bytes=total(_HOST_BUDGET),
         device_adapter_bytes=total(_DEVICE_BYTES),
         device_arena_bytes=total(_ARENA_BYTES),
+        host_kv_bytes=total(_HOST_KV_BYTES),
+        host_kv_budget_bytes=total(_HOST_KV_BUDGET),
+        kv_blocks_swapped_out=total(_SWAPPED_OUT),
+        kv_blocks_swapped_in=total(_SWAPPED_IN),
+        host_kv_hits=total(_HOST_KV_HITS),
         adapters=tuple(
             AdapterStats(
                 version=version,

@@ -16,6 +16,7 @@ _COUNTERS: Final = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_steps", "adapter_file_reads"),
     *("adapter_fetches", "adapter_bytes_fetched", "adapter_fetch_failures", "num_switches", "num_merges"),
     *("num_merged_steps", "num_pauses", "num_step_adapters"),
+    *("kv_blocks_swapped_out", "kv_blocks_swapped_in", "host_kv_hits"),
 )
 """The figures of an engine that only grow, until it restarts."""
 
