@@ -53,7 +53,6 @@ SLO: Final = Slo(ttft_s=5.0, tpot_s=0.1)
 ATTAINMENT: Final = 0.9
 DURATION_S: Final = 60.0
 OVERLOAD: Final = 1.5
-_FIRST_RATE: Final = 8.0
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,13 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`draw`: returns the workload of a rate in requests per second."""
+    """`draw`: returns the workload of a rate in requests per second. `first_rate`: the rate that is tried
+    first."""
 
     name: str
     what: str
     draw: Callable[[float], Requests]
+    first_rate: float = 8.0
 
 
 class PromptSimulator(AheadSimulator):
@@ -130,7 +131,12 @@ LOADS: Final = (
     Load(name="answers", what="prompts of 200 tokens and answers of 600", draw=lengths(200, 600)),
     Load(name="balanced", what="prompts of 500 tokens and answers of 500", draw=lengths(500, 500)),
     Load(name="documents", what="prompts of 900 tokens and answers of 200", draw=lengths(900, 200)),
-    Load(name="conversations", what="conversations of six turns, 20 s apart", draw=conversations),
+    Load(
+        name="conversations",
+        what="conversations of six turns, 20 s apart",
+        draw=conversations,
+        first_rate=60.0,
+    ),
 )
 
 
@@ -187,7 +193,7 @@ def goodput(profile: CostModel, load: Load, kv_tokens: int, swap_bytes: int) -> 
     def holds(rate: float) -> bool:
         return figures(run(profile, load.draw(rate), kv_tokens, swap_bytes))["attainment"] >= ATTAINMENT
 
-    return highest_rate(holds, _FIRST_RATE) or 0.0
+    return highest_rate(holds, load.first_rate) or 0.0
 
 
 def measure(profile: CostModel, load: Load) -> dict[str, Any]:

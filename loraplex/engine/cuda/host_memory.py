@@ -80,6 +80,8 @@ class HostMemory:
         self._pins = pinned
         self._piece_bytes = piece_bytes
         self._use = use
+        if use.must_pin and num_bytes > available_bytes():  # all of it is taken at once
+            raise CapacityError(f"the host has no {num_bytes:,} bytes for {use.what}; lower {use.option}")
         try:
             self._pages: _Pages = (_SharedPages if shared else _LargePages)(max(num_bytes, 1))
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
