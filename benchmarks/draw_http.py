@@ -64,10 +64,13 @@ def _panels(result: dict[str, Any]) -> Figure:
 def _digest(drawing: Figure) -> str:
     """Return a hash of all titles and lines."""
     shown = [
-        (axis.get_title(), [(line.get_label(), *map(list, line.get_data())) for line in axis.get_lines()])
+        (
+            axis.get_title(),
+            [(line.get_label(), line.get_xdata(), line.get_ydata()) for line in axis.get_lines()],
+        )
         for axis in drawing.axes
     ]
-    text = json.dumps(shown, default=float)
+    text = json.dumps(shown, default=lambda values: np.asarray(values).tolist())
     return f"figures {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
