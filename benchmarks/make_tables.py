@@ -185,6 +185,7 @@ TABLES: Final[dict[str, Table]] = {
     "policies-loads": Table((POLICIES,), policy_tables.loads_table),
     "policies-changes": Table((POLICIES,), policy_tables.changes_table),
     "policies-ranges": Table((POLICIES,), policy_tables.ranges_table),
+    "policies-starts": Table((POLICIES,), policy_tables.starts_table),
     "policies-memory": Table((POLICIES,), policy_tables.memory_table),
     "policies-admission": Table((POLICIES,), policy_tables.admission_table),
     "policies-note": Table((POLICIES,), policy_tables.note),
