@@ -32,6 +32,7 @@ types: $(DEV_STAMP)
 contracts: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.make_tables --check
+	$(BIN)/python -m benchmarks.draw_http --check
 	$(COMPILE)
 
 test-all: test

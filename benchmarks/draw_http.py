@@ -1,13 +1,18 @@
 """Draw throughput and time to first token over the number of adapters, loraplex beside vLLM.
 
-    python -m benchmarks.draw_http
+    python -m benchmarks.draw_http            draw it
+    python -m benchmarks.draw_http --check    exit 1 if the picture shows other figures (`make test`)
 
-Reads results/http_compare.json, writes docs/images/http-compare.svg.
+Reads results/http_compare.json, writes docs/images/http-compare.svg. The file contains a digest of the
+figures that it shows, so that it can be checked with any version of matplotlib.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +35,20 @@ COLORS: Final = {"loraplex": "#3b6fb6", "vllm-lora": "#c0504d", "vllm": "#7f7f7f
 
 
 def draw(result: dict[str, Any], picture: Path) -> None:
-    """Draw two panels: saturated throughput, and p95 of TTFT at a fixed rate."""
+    """Draw the picture."""
+    drawing = _panels(result)
+    # Text stays text, and ids are the same in every drawing: equal figures make equal files.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loraplex"}):
+        drawing.savefig(picture, metadata={"Date": None, "Description": _digest(drawing)})
+
+
+def is_drawn_from(result: dict[str, Any], picture: Path) -> bool:
+    """Return whether a picture shows these figures."""
+    return _digest(_panels(result)) in picture.read_text(encoding="utf-8")
+
+
+def _panels(result: dict[str, Any]) -> Figure:
+    """Return two panels: saturated throughput, and p95 of TTFT at a fixed rate."""
     drawing = Figure(figsize=(10.5, 3.6), layout="constrained")
     throughput, ttft = drawing.subplots(1, 2)
     loads = next(iter(servers(result).values()))["parameters"]["loads"]
@@ -40,9 +58,20 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     _draw(ttft, result, STEADY, "ttft_ms_p95")
     rate = loads[STEADY]["requests_per_s"]
     ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)
-    # Text stays text, and ids are the same in every drawing: equal figures make equal files.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loraplex"}):
-        drawing.savefig(picture, metadata={"Date": None})
+    return drawing
+
+
+def _digest(drawing: Figure) -> str:
+    """Return a hash of all titles and lines."""
+    shown = [
+        (
+            axis.get_title(),
+            [(line.get_label(), line.get_xdata(), line.get_ydata()) for line in axis.get_lines()],
+        )
+        for axis in drawing.axes
+    ]
+    text = json.dumps(shown, default=lambda values: np.asarray(values).tolist())
+    return f"figures {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _draw(axis: Axes, result: dict[str, Any], load: str, name: str) -> None:
@@ -83,8 +112,17 @@ def _scale(axis: Axes, values: Sequence[float]) -> None:
 
 
 def main() -> None:
-    picture = Path(PICTURE)
-    draw(json.loads((RESULTS / "http_compare.json").read_text()), picture)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit 1 if it would change")
+    args = parser.parse_args()
+    picture, result = Path(PICTURE), json.loads((RESULTS / "http_compare.json").read_text())
+    if args.check:
+        if not is_drawn_from(result, picture):
+            sys.exit(f"{picture} is out of date; run python -m benchmarks.draw_http and commit the result")
+        return
+    draw(result, picture)
     print(f"{picture}: {picture.stat().st_size // 1000} kB")
 
 

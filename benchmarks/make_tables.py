@@ -67,7 +67,7 @@ VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
-SLOW_BUS: Final = "slow_bus.json"
+SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
 
 
@@ -140,6 +140,8 @@ TABLES: Final[dict[str, Table]] = {
     "cold-predictions": Table((COLD, ASSIST), cost_tables.predictions_table),
     "slow-bus": Table((SLOW_BUS,), slow_bus_tables.ttft_table),
     "slow-bus-machine": Table((SLOW_BUS,), gpu_tables.machine_note),
+    "slow-bus-twin": Table((SLOW_BUS, TWIN_SLOW_BUS), slow_bus_tables.twin_table),
+    "slow-bus-twin-note": Table((TWIN_SLOW_BUS,), slow_bus_tables.twin_note),
     "workers-machine": Table((ASSIST,), cold_tables.workers_note),
     "workers": Table((ASSIST,), cold_tables.workers_table),
     "twin-machine": Table((TWIN,), twin_tables.validation_note),
@@ -183,6 +185,7 @@ TABLES: Final[dict[str, Table]] = {
     "policies-loads": Table((POLICIES,), policy_tables.loads_table),
     "policies-changes": Table((POLICIES,), policy_tables.changes_table),
     "policies-ranges": Table((POLICIES,), policy_tables.ranges_table),
+    "policies-starts": Table((POLICIES,), policy_tables.starts_table),
     "policies-memory": Table((POLICIES,), policy_tables.memory_table),
     "policies-admission": Table((POLICIES,), policy_tables.admission_table),
     "policies-note": Table((POLICIES,), policy_tables.note),

@@ -54,6 +54,13 @@ def ranges_table(result: Result) -> str:
     return table(("mean TTFT, best and worst seed", *_loads(result)), rows)
 
 
+def starts_table(result: Result) -> str:
+    """Return the mean E2E latency with other start policies: joining spares one wait and adds others."""
+    names = [name for name in _names(result) if _kind(result, name) == "start policy"]
+    rows = [(name, *_line(result, name, _e2e_change)) for name in names]
+    return table(("E2E, mean, against what is shipped", *_loads(result)), rows)
+
+
 def memory_table(result: Result) -> str:
     """Return reads from disk, loads to the device, preemptions and the SLO attained, by policy."""
     rows = [(name, *_line(result, name, _traffic)) for name in (_SHIPPED, *_names(result))]
@@ -121,6 +128,12 @@ def _names(result: Result) -> list[str]:
     return sorted(kinds, key=lambda name: _KINDS.index(kinds[name]))
 
 
+def _kind(result: Result, name: str) -> str | None:
+    """Return the kind of a candidate that all workloads have."""
+    kinds = (section["policies"].get(name, {}).get("kind") for section in _loads(result).values())
+    return next(kinds, None)
+
+
 def _line(result: Result, name: str, cell: Callable[[Result, str], str]) -> Iterator[str]:
     for section in _loads(result).values():
         yield cell(section, name) if name in section["policies"] else "as shipped"
@@ -129,6 +142,10 @@ def _line(result: Result, name: str, cell: Callable[[Result, str], str]) -> Iter
 def _change(section: Result, name: str) -> str:
     mean, p99 = (_ratio(section, name, figure) - 1 for figure in ("ttft_mean_s", "ttft_p99_s"))
     return f"{mean:+.1%}, {p99:+.1%}"
+
+
+def _e2e_change(section: Result, name: str) -> str:
+    return f"{_ratio(section, name, 'e2e_mean_s') - 1:+.1%}"
 
 
 def _range(section: Result, name: str) -> str:

@@ -1,4 +1,5 @@
-"""Tables of cold starts with copies slowed down (`benchmarks.slow_bus`)."""
+"""Tables of cold starts with copies slowed down: measured (`benchmarks.slow_bus`), and simulated
+(`benchmarks.twin_slow_bus`)."""
 
 from __future__ import annotations
 
@@ -29,3 +30,26 @@ def _cases(found: Result) -> list[tuple[str, dict[str, float]]]:
         means = {policy: one["ttft_ms"]["mean"] for policy, one in setup["policies"].items()}
         cases.append((f"{name}: rank {setup['rank']}, {setup['requests_per_s']:g} requests/s", means))
     return cases
+
+
+def twin_table(measured: Result, simulated: Result) -> str:
+    """Return the mean TTFT that the twin predicts, and how far that is off what was measured."""
+    rows = []
+    for rate, section in measured.items():
+        predicted = simulated["ttft_mean_ms"][rate]
+        by_case = (*predicted["idle"].values(), predicted["burst"], *predicted["setups"].values())
+        for (case, means_ms), found_ms in zip(_cases(section["results"]), by_case, strict=True):
+            cells = (
+                f"{found_ms[policy]:.1f} ms ({found_ms[policy] / mean_ms - 1:+.0%})"
+                for policy, mean_ms in means_ms.items()
+            )
+            rows.append([rate, case, *cells])
+    policies = list(next(iter(_cases(next(iter(measured.values()))["results"])))[1])
+    return table(["copies", "case", *(f"`{policy}`" for policy in policies)], rows)
+
+
+def twin_note(simulated: Result) -> str:
+    return (
+        f"Computed {simulated['date'][:10]} by the twin with the profile of this page, Python "
+        f"{simulated['python']}, commit {simulated['git_commit'] or 'unknown'}.\n"
+    )

@@ -145,6 +145,16 @@ def test_the_picture_is_the_same_for_the_same_figures(tmp_path: Path, result: di
     assert "vLLM, LoRA on" not in drawn
 
 
+def test_the_committed_picture_shows_the_committed_figures() -> None:
+    root = Path(__file__).parent.parent.parent
+    committed = json.loads((make_tables.RESULTS / make_tables.HTTP).read_text())
+    assert draw_http.is_drawn_from(committed, root / http_tables.PICTURE), (
+        "run python -m benchmarks.draw_http"
+    )
+    committed["vllm"]["runs"].clear()
+    assert not draw_http.is_drawn_from(committed, root / http_tables.PICTURE)
+
+
 @pytest.mark.parametrize(("most", "scale"), [(34.0, "linear"), (3400.0, "log")])
 def test_panels_start_at_0_unless_values_are_far_apart_and_have_room_above(most: float, scale: str) -> None:
     axis = Figure().subplots()

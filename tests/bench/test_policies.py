@@ -1,4 +1,5 @@
-"""Candidates for victims, queues and admission are tried by a script that must not flatter them."""
+"""Candidates for victims, queues, admission and start policies are tried by a script that must not flatter
+them."""
 
 from __future__ import annotations
 
@@ -10,17 +11,20 @@ import pytest
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import policies, policy_twin
+from benchmarks import policies, policy_starts, policy_twin
 from benchmarks.policy_loads import LOADS, Load, Requests
 from benchmarks.policy_queues import MOST_OVERTAKING, Order, OrderedQueue, ShortestRequest, SizeClasses
 from benchmarks.policy_victims import AbsentFirstBlocks, CostAdapters, Floor, GreedyDualAdapters, LfuAdapters
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.named_profiles import find_profile
+from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_tier import Copy, Presence
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.request_state import RequestState
+from loraplex.scheduling.start_policy import InFlight, StartPolicy
 from loraplex.scheduling.victims import IdleAdapters, next_victim
 from loraplex.twin.leaping import ANY_TOKEN
 from loraplex.workload.jsonl import WorkloadRequest
@@ -91,6 +95,72 @@ def test_nobody_is_overtaken_for_ever(order: type[Order]) -> None:
     queue.check_integrity()
     overtaken = [sum(later > number for later in order_now[:place]) for place, number in enumerate(order_now)]
     assert 0 < max(overtaken) <= MOST_OVERTAKING
+
+
+# ---- start policies
+
+
+@pytest.mark.parametrize(
+    ("starts", "own_mb", "num_decodes", "joins"),
+    [
+        (policy_starts.always, 5000, 8, True),
+        (policy_starts.never, 1, 8, False),
+        (policy_starts.by(StartPolicy), 5000, 8, False),
+        (policy_starts.by(policy_starts.GainAgainstDelays), 5000, 8, True),
+        (policy_starts.by(policy_starts.GainAgainstDelays), 5000, 64, False),
+        (policy_starts.by(policy_starts.HeavyDecodes), 5000, 8, False),
+    ],
+)
+def test_start_policies_let_others_wait_by_their_own_rule(
+    starts: policy_starts.Starts, own_mb: int, num_decodes: int, joins: bool
+) -> None:
+    profile = find_profile(Path(policies.PROFILE))
+    assert isinstance(profile, CostModel)
+    before = StepFeatures(num_decodes=num_decodes, decode_positions=100.0 * num_decodes)
+    assert joins == starts(DriftWatch(profile)).may_join(
+        before=before,
+        after=before._replace(num_prompts=1, num_prompt_tokens=128),
+        in_flight_before=InFlight(awaited_bytes=0, backlog_bytes=0),
+        in_flight_after=InFlight(awaited_bytes=own_mb << 20, backlog_bytes=0),
+    )
+
+
+def test_bounds_of_a_decodes_delay_differ() -> None:
+    profile = find_profile(Path(policies.PROFILE))
+    assert isinstance(profile, CostModel)
+    before = StepFeatures(num_decodes=8, decode_positions=800.0)
+    after = before._replace(num_prompts=1, num_prompt_tokens=128)
+    step_s = profile.step_s(after)
+
+    def joins(kind: type[StartPolicy], stall: float) -> bool:
+        in_flight = InFlight(awaited_bytes=0, backlog_bytes=0, assist_delay_s=stall * step_s)
+        return policy_starts.by(kind)(DriftWatch(profile)).may_join(
+            before=before,
+            after=after,
+            in_flight_before=InFlight(awaited_bytes=0, backlog_bytes=0),
+            in_flight_after=in_flight,
+        )
+
+    kinds = (policy_starts.NoDecodeStall, StartPolicy, policy_starts.LongDecodeStall)
+    assert [[joins(kind, stall) for stall in (0.0, 0.04, 0.1, 0.3)] for kind in kinds] == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+    ]
+
+
+def test_large_absent_adapters_stand_back() -> None:
+    table = Arena(num_pages=8, page_bytes=1 << 30, block_size=4, host_bytes=1 << 34).table
+    for version, num_bytes in (("small", 70_000_000), ("large", 7_000_000_000)):
+        table.add(version, num_bytes)
+    order = policy_starts.ShortestLoad(table)
+
+    def place(version: str | None) -> float:
+        params = SamplingParams(max_tokens=8)
+        request = EngineRequest(request_id="0", prompt_token_ids=[1], params=params, adapter=version)
+        return order.place(RequestState(request), 100)
+
+    assert place(None) == 100 < place("small") < place("large") == 100 + MOST_OVERTAKING
 
 
 # ---- the script

@@ -105,7 +105,7 @@ class PlainScheduler(Scheduler):
         )
         self.adapters.choose_cold_start(config.cold_start)
 
-    def _admit(self, chunks: list[Chunk], budget: float) -> None:
+    def _admit(self, chunks: list[Chunk], budget: float, preempted: list[RequestState]) -> None:
         waiting = self._waiting.requests  # type: ignore[attr-defined]
         passed_over: list[RequestState] = []
         self._pins.short = None

@@ -12,6 +12,7 @@ from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
+from loraplex.perf.subject import Subject, machine_name
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.twin.times import CostModelTimes, LoadInFlight
 from loraplex.workload.jsonl import WorkloadRequest
@@ -51,6 +52,37 @@ def test_workers_save_time_on_a_slow_bus_and_auto_uses_them() -> None:
     assisted = ttft_s(ColdStart.CPU_ASSIST, bytes_per_s=6e9, cpu_workers=8)
     assert assisted < pipelined < ttft_s(ColdStart.ON_DEMAND, bytes_per_s=6e9)
     assert ttft_s(ColdStart.AUTO, bytes_per_s=6e9, cpu_workers=8) == assisted
+
+
+@pytest.mark.parametrize("bytes_per_s", [6e9, 55e9])
+def test_adapters_in_host_memory_are_loaded_before_a_run_that_keeps_all(bytes_per_s: float) -> None:
+    cached = ttft_s(ColdStart.CACHED, bytes_per_s=bytes_per_s)
+    assert cached == ttft_s(ColdStart.CACHED, bytes_per_s=1e12) < ttft_s(ColdStart.AUTO, bytes_per_s=6e9)
+
+
+def test_as_many_workers_start_as_in_the_live_engine() -> None:
+    def seconds(subject: Subject, cpu_workers: int | None) -> float:
+        model = replace(machine(bytes_per_s=6e9), subject=subject)
+        options = ReplayOptions(
+            num_adapters=1,
+            adapter_bytes=ADAPTER_BYTES,
+            cold_start=ColdStart.CPU_ASSIST,
+            cpu_workers=cpu_workers,
+            staged=True,
+        )
+        workload = [WorkloadRequest(arrival_s=0.0, prompt_tokens=128, output_tokens=4, adapter=0)]
+        (served,) = replay(model, workload, options).requests
+        assert served.first_token_s is not None
+        return served.first_token_s
+
+    here = imagined_machine().subject
+    two_cores = replace(here, machine=machine_name(num_cores=2, cpu="c", gpu="g"))
+    many_cores = replace(here, machine=machine_name(num_cores=16, cpu="c", gpu="g"))
+    assert two_cores.num_cores == 2
+    assert replace(here, machine="a machine").num_cores is None
+    assert seconds(two_cores, None) == seconds(two_cores, 0) > seconds(two_cores, 8)
+    enough = next(number for number in range(9) if seconds(many_cores, number) == seconds(many_cores, None))
+    assert 0 < enough <= 8
 
 
 def test_a_bus_can_be_slowed_down() -> None:
