@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import (
+    batching_tables,
     cold_tables,
     cost_tables,
     cpu_tables,
@@ -46,6 +47,7 @@ from benchmarks.markdown import Result, TableError
 RESULTS: Final = Path(__file__).parent / "results"
 DOCUMENTS: Final = (
     Path("docs/benchmarks.md"),
+    Path("docs/batching.md"),
     Path("docs/cold-start.md"),
     Path("docs/twin.md"),
     Path("docs/fleet.md"),
@@ -67,6 +69,7 @@ VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
+BATCHING: Final = "batching.json"
 SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
 
@@ -129,6 +132,10 @@ TABLES: Final[dict[str, Table]] = {
     "http-shapes": Table((HTTP,), http_tables.shapes_table, if_missing="Not measured yet.\n"),
     "http-starts": Table((HTTP,), http_tables.starts_table, if_missing="Not measured yet.\n"),
     "http-machine": Table((HTTP,), http_tables.machine_note, if_missing=""),
+    "batching-note": Table((BATCHING,), batching_tables.note, if_missing=""),
+    "batching-queue": Table((BATCHING,), batching_tables.queue_table, if_missing="Not measured yet.\n"),
+    "batching-skew": Table((BATCHING,), batching_tables.skew_table, if_missing="Not measured yet.\n"),
+    "batching-hot": Table((BATCHING,), batching_tables.hot_table, if_missing="Not measured yet.\n"),
     "cold-machine": Table((COLD,), gpu_tables.machine_note),
     "cold-idle": Table((COLD,), cold_tables.idle_table),
     "cold-large": Table((COLD,), cost_tables.large_table),

@@ -154,6 +154,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             *(f"benchmarks/policy_{name}.py" for name in ("loads", "queues", "starts", "twin", "victims")),
         )
     },
+    "batching.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload", "benchmarks/batching.py")},
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

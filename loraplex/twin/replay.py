@@ -249,7 +249,14 @@ class OwnEngines:
         """Return the bytes of the weights that an adapter is merged into."""
         modules, subject = {*(self._options.modules or _MODULES)}, self._profile.subject
         groups = [name for name, linears in GROUPS.items() if modules.intersection(linears)]
-        return layout_bytes(groups, shape_of_key(subject.model), subject.element_bytes)
+        try:
+            shape = shape_of_key(subject.model)
+        except ValueError as error:
+            raise ProfileError(
+                f"the profile does not say how large merged weights are ({error}); make one with `loraplex "
+                "profile`, or simulate --batching fcfs or grouped"
+            ) from error
+        return layout_bytes(groups, shape, subject.element_bytes)
 
     def _num_workers(self, cold_start: ColdStart) -> int:
         """Return how many CPU workers the engine would start on the profile's machine."""

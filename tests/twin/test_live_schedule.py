@@ -15,12 +15,14 @@ import pytest
 from tiny import save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.core.batching import Batching
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
+from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
 from loraplex.twin.simulator import Simulator
@@ -73,11 +75,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, save_model(folder)
 
 
-def live_engine(base: tuple[Path, Any], folder: Path) -> tuple[Engine, list[str]]:
-    """Memory for a few requests at a time, and for two adapters of five."""
+def live_engine(
+    base: tuple[Path, Any], folder: Path, batching: Batching = Batching.FCFS, adapter_bytes: int = 100 << 10
+) -> tuple[Engine, list[str]]:
+    """Memory for a few requests at a time, and by default for two adapters of five."""
     shape = load_config(base[0]).shape
     options = EngineOptions(
-        model=str(base[0]), kv_memory_bytes=120 << 10, host_adapter_memory_bytes=100 << 10, max_step_tokens=48
+        model=str(base[0]),
+        kv_memory_bytes=120 << 10,
+        host_adapter_memory_bytes=adapter_bytes,
+        max_step_tokens=48,
+        max_running=256 if batching is Batching.FCFS else 4,
+        batching=batching,
     )
     engine = build_core(options)
     versions = []
@@ -143,6 +152,8 @@ def decisions(plans: Sequence[StepPlan]) -> list[Any]:
         chunks = [(c.request_id, c.start, c.num_tokens, c.samples) for c in plan.chunks]
         loads = [load.version for load in plan.adapter_loads]
         what = (chunks, loads, list(plan.adapter_evictions), list(plan.preempted))
+        if plan.merged is not None:
+            what = (*what, (plan.merge, plan.merged))
         if any(what):
             found.append(what)
     return found
@@ -150,8 +161,31 @@ def decisions(plans: Sequence[StepPlan]) -> list[Any]:
 
 def test_the_twin_decides_what_the_live_engine_decided(base: tuple[Path, Any], tmp_path: Path) -> None:
     engine, versions = live_engine(base, tmp_path)
+    live, replayed = run_both(engine, versions)
+    assert replayed == live
+    # What the run has to show, or the test shows little.
+    assert sum(len(preempted) for _, _, _, preempted in live) > 0
+    assert sum(len(loads) for _, loads, _, _ in live) > 5
+
+
+@pytest.mark.parametrize("batching", [each for each in Batching if each is not Batching.FCFS])
+def test_the_twin_decides_the_same_under_every_batching_policy(
+    base: tuple[Path, Any], tmp_path: Path, batching: Batching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured times would correct the live engine's predictions, which the twin does not measure."""
+    monkeypatch.setattr(DriftWatch, "observe", lambda *_, **__: False)
+    engine, versions = live_engine(base, tmp_path, batching, adapter_bytes=2 << 20)
+    live, replayed = run_both(engine, versions)
+    assert replayed == live
+    are_merged = any(len(what) > 4 for what in live)
+    assert are_merged or batching is not Batching.MERGED
+    assert batching.merges or not are_merged
+
+
+def run_both(engine: Engine, versions: list[str]) -> tuple[list[Any], list[Any]]:
+    """Return the decisions of a live run, and those of the twin that is given its times."""
     recording = run_live(engine, versions)
-    memory = engine._scheduler._memory
+    memory, costs = engine._scheduler._memory, engine._costs
     assert isinstance(memory, SeparateMemory)
     twin = ReplayingSimulator(
         config=engine._scheduler._config,
@@ -163,17 +197,16 @@ def test_the_twin_decides_what_the_live_engine_decided(base: tuple[Path, Any], t
         times=RecordedTimes(recording.steps_s),
         adapters=versions,
         leaps=False,
+        costs=None if costs is None else DriftWatch(costs.model),
     )
     twin.load_ends_s = recording.load_ends_s
     twin.plans = []
     for version in versions:
         twin.scheduler.adapters.add(version, memory.table.num_bytes(version))
+        if version in engine._scheduler.batcher.merged._bytes:
+            twin.scheduler.batcher.merged.know(version, engine._scheduler.batcher.merged._bytes[version])
     outcome = twin.run(recording.arrivals)
     engine.close()
 
-    live, replayed = decisions(recording.plans), decisions(twin.plans)
-    assert replayed == live
     assert outcome.summary()["num_served"] == NUM_REQUESTS
-    # What the run has to show, or the test shows little.
-    assert sum(len(preempted) for _, _, _, preempted in live) > 0
-    assert sum(len(loads) for _, loads, _, _ in live) > 5
+    return decisions(recording.plans), decisions(twin.plans)

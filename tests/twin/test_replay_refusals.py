@@ -43,6 +43,8 @@ def test_options_without_effect_are_refused(workload: Path, tmp_path: Path) -> N
         ("slots", ("--cpu-workers", "2"), "leave --cpu-workers out"),
         ("slots", ("--max-copy-gb-per-s", "6"), "leave --max-copy-gb-per-s out"),
         ("slots", ("--cold-start", "auto"), "leave --cold-start out"),
+        ("slots", ("--batching", "auto"), "leave --batching out"),
+        ("cuda", ("--batching", "auto"), "does not say how large merged weights are"),
         ("cpu", ("--cpu-workers", "2"), "leave --cpu-workers and --max-copy-gb-per-s out"),
         ("cpu", ("--max-copy-gb-per-s", "6"), "leave --cpu-workers and --max-copy-gb-per-s out"),
         ("cpu", ("--cold-start", "pipelined"), "choose --cold-start overlap"),

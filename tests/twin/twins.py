@@ -6,6 +6,7 @@ import random
 
 from slot_times import SlotTimes
 
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
@@ -116,6 +117,7 @@ def own_twin(
     ahead: bool = False,
     position_cost: float = 0.0,
     padded: bool = False,
+    batching: Batching = Batching.FCFS,
     num_host_blocks: int | None = None,
 ) -> Simulator:
     """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each. Blocks of an
@@ -140,6 +142,7 @@ def own_twin(
         work=StepWork(max_tokens=max_step_tokens, position_cost=position_cost),
         max_running=max_running,
         cold_start=cold_start,
+        batching=batching,
     )
     times = CostModelTimes(machine, sizes)
     simulator = (AheadSimulator if ahead else Simulator)(

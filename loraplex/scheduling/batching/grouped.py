@@ -3,7 +3,7 @@
 A step reads the weights of each adapter in it once, however many requests are on it. So of the requests that
 wait, those whose adapter is running anyway go first, then those on the adapter that costs the fewest bytes
 for each of its waiting requests. A request that has waited as long as the bound allows goes before all of
-these. Nothing is reordered while no more requests wait than run.
+these. Nothing is reordered while no more requests wait than run, or than could be admitted at once.
 
         arrival order   [ a1  b1  c1  b2  d1  b3  a2 ... ]
         admitted        [ b1  b2  b3  a1  a2 ...           a1 was due after b3
@@ -129,7 +129,8 @@ class GroupedQueue(WaitingQueue):
         for each in running:
             num_running += 1
             active.add(each.adapter)
-        if len(self) <= num_running and not self._due:
+        is_long = len(self) > max(num_running, num_admissible)
+        if not is_long and not self._due:
             return
         active.update(each.adapter for each in self._selected)
         num_left = num_tokens - sum(len(each.token_ids) for each in islice(self._selected, num_admissible))
@@ -137,7 +138,7 @@ class GroupedQueue(WaitingQueue):
         while self._requests and (
             len(self._selected) < _AHEAD or (num_left > 0 and len(self._selected) < num_admissible + _AHEAD)
         ):
-            if num_free >= 1 and len(self) > num_running:
+            if num_free >= 1 and is_long:
                 request = self._best(active)
                 num_free -= 1
             else:

@@ -1,0 +1,108 @@
+"""Batching policies on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from twin_commands import twin
+from twins import own_twin, random_workload
+
+from loraplex.core.batching import Batching, DelayBound
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
+
+BOUND = DelayBound()
+
+
+def profile() -> CostModel:
+    found = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(found, CostModel)
+    return found
+
+
+def burst(num_requests: int, num_adapters: int) -> list[WorkloadRequest]:
+    rng = random.Random(1)
+    return [
+        WorkloadRequest(
+            arrival_s=0.0,
+            prompt_tokens=rng.randint(64, 192),
+            output_tokens=rng.randint(16, 64),
+            adapter=rng.randrange(num_adapters),
+        )
+        for _ in range(num_requests)
+    ]
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_twin_run_simulates_every_policy(batching: Batching, tmp_path: Path) -> None:
+    workload = tmp_path / "workload.jsonl"
+    write_workload(workload, burst(60, 6))
+    result = twin("run", Path("h200-llama-2-7b"), workload, "--batching", batching, "--max-running", "8")
+    assert result.exit_code == 0, result.output
+    assert "60" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--batching", "auto", "--max-delay-by-grouping", "soon"), "'soon' is no bound"),
+        (("--batching", "auto", "--max-delay-by-grouping", "5%,6%"), "write it like 25%,250ms"),
+        (("--batching", "fcfs", "--max-delay-by-grouping", "5%"), "is for --batching grouped or auto"),
+        (
+            (
+                "--batching",
+                "later",
+            ),
+            "'later' is not one of",
+        ),
+    ],
+)
+def test_a_bound_that_means_nothing_is_refused(options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    workload = tmp_path / "workload.jsonl"
+    write_workload(workload, burst(2, 2))
+    result = twin("run", Path("h200-llama-2-7b"), workload, *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())
+
+
+def test_grouped_admission_serves_a_long_queue_faster_within_the_bound() -> None:
+    workload = burst(1200, 100)
+    options = {"num_adapters": 100, "ranks": (64,), "staged": True, "max_running": 64}
+    fcfs = replay(profile(), workload, ReplayOptions(**options))  # type: ignore[arg-type]
+    grouped = replay(profile(), workload, ReplayOptions(**options, batching=Batching.GROUPED))  # type: ignore[arg-type]
+    assert grouped.duration_s < 0.99 * fcfs.duration_s
+    for one, other in zip(grouped.requests, fcfs.requests, strict=True):
+        assert one.ttft_s is not None
+        assert other.ttft_s is not None
+        assert one.ttft_s - other.ttft_s <= BOUND.allowed_s(other.ttft_s)
+
+
+def test_grouped_admission_changes_nothing_while_the_queue_is_short() -> None:
+    workload = random_workload(3, num_requests=60, rps=2.0)
+    fcfs = own_twin(num_blocks=400).run(workload)
+    grouped = own_twin(num_blocks=400, batching=Batching.GROUPED).run(workload)
+    assert [each.finish_s for each in grouped.requests] == [each.finish_s for each in fcfs.requests]
+
+
+def test_auto_merges_an_adapter_that_all_requests_are_on() -> None:
+    workload = burst(64, 1)
+    options = {"num_adapters": 1, "ranks": (128,), "staged": True}
+    fcfs = replay(profile(), workload, ReplayOptions(**options))  # type: ignore[arg-type]
+    auto = replay(profile(), workload, ReplayOptions(**options, batching=Batching.AUTO))  # type: ignore[arg-type]
+    base = replay(profile(), workload, ReplayOptions(num_adapters=0))
+    assert base.duration_s < auto.duration_s < fcfs.duration_s
+
+
+@pytest.mark.parametrize("batching", [Batching.GROUPED, Batching.AUTO, Batching.DYNAMIC])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_leaps_are_the_steps_that_they_stand_for(batching: Batching, ahead: bool) -> None:
+    workload = random_workload(5, rps=50.0)
+    runs = [own_twin(batching=batching, ahead=ahead, leaps=leaps).run(workload) for leaps in (True, False)]
+    ends = [
+        [time_s for each in run.requests for time_s in (each.first_token_s, each.finish_s)] for run in runs
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
