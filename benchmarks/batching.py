@@ -7,8 +7,8 @@ Writes results/batching.json. The engine's own scheduler runs on a virtual clock
 `h200-llama-2-7b`; merging is taken to move its bytes twice at 4 TB/s, as no profile has measured it. Adapters
 are in host memory at the start. Every figure is the mean of the seeds, with each seed's beside it.
 
-queue   1,000 requests at once: output tokens per second over the base model's, and by how much the worst
-        first token came later than the bound allows, compared with first come, first served
+queue   1,000 or 3,000 requests at once: output tokens per second over the base model's, and by how much the
+        worst first token came later than the bound allows, compared with first come, first served
 skew    dLoRA's section 7.3: 8 adapters of rank 8, with 4, 8, 16 or 32 of MAF's functions each, at a load that
         a step of 16 requests cannot serve in time; once with our costs, and once with those of dLoRA's
         published code (15 ms for an iteration of merged weights, 27 ms unmerged, 20 ms to switch)
@@ -89,7 +89,7 @@ def dlora_costs() -> CostModel:
     )
 
 
-def burst(seed: int, num_adapters: int, *, num_requests: int = 1000) -> Requests:
+def burst(seed: int, num_adapters: int, *, num_requests: int) -> Requests:
     """Return requests that arrive together, of 128 prompt and 160 output tokens on average."""
     rng = random.Random(seed)
     return [
@@ -173,16 +173,17 @@ def queue() -> dict[str, Any]:
     return {
         what: compare(
             our_costs(),
-            lambda seed, count=count: burst(seed, count),  # type: ignore[misc]
+            lambda seed, count=count, length=length: burst(seed, count, num_requests=length),  # type: ignore[misc]
             policies,
             base=True,
             num_adapters=count,
             ranks=(rank,),
             modules=modules,
         )
-        for what, count, rank, modules in (
-            ("200 of rank 64 on q, k and v", 200, 64, GROUPS["qkv"]),
-            ("256 of rank 16 on all linears", 256, 16, MODULES),
+        for what, length, count, rank, modules in (
+            ("1,000 requests, 200 of rank 64 on q, k and v", 1000, 200, 64, GROUPS["qkv"]),
+            ("3,000 requests, the same", 3000, 200, 64, GROUPS["qkv"]),
+            ("1,000 requests, 256 of rank 16 on all linears", 1000, 256, 16, MODULES),
         )
     }
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
+from itertools import takewhile
 from typing import Final
 
 from loraplex.core.errors import InvalidRequestError
@@ -358,10 +359,9 @@ class Scheduler:
         """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
         reads for the first."""
         if isinstance(self._waiting, GroupedQueue):
-            num_admissible = self._config.max_running - len(self._running) + len(self._paused)
             self._waiting.select(
                 self._running,
-                num_admissible,
+                self._config.max_running - self._num_placed,
                 self._config.work.max_tokens,
                 self.batcher.now_s,
                 lambda: self.batcher.end_pace(self._running),
@@ -430,8 +430,9 @@ class Scheduler:
         if not self.batcher.pauses:
             return self._waiting.candidates()
         ready = list(self._waiting.candidates())
-        if self.batcher.displaces:
-            ready.sort(key=lambda each: each.arrival)
+        if not self.batcher.displaces:  # nor does any request overtake another one
+            return takewhile(lambda each: self._batch.allows(each.adapter), ready)
+        ready.sort(key=lambda each: each.arrival)
         return self._batch.select(ready, len(ready))
 
     def _preempt_paused(self, preempted: list[RequestState]) -> bool:
@@ -506,10 +507,16 @@ class Scheduler:
         """Return whether a request may run beside those that run and the returning ones; one of these loses
         its place to a request before it."""
         returning, limit = self._pins.returning, self._config.max_running
-        num_active = len(self._running) - len(self._paused)
-        if not returning or sequence in returning or num_active + len(returning) < limit:
-            return num_active < limit
-        return num_active < limit and self._give_up_last(sequence.queue_position + 1)
+        num_placed = self._num_placed
+        if not returning or sequence in returning or num_placed + len(returning) < limit:
+            return num_placed < limit
+        return num_placed < limit and self._give_up_last(sequence.queue_position + 1)
+
+    @property
+    def _num_placed(self) -> int:
+        """Number of running requests that have one of `max_running` places; paused ones lose theirs if the
+        policy displaces requests."""
+        return len(self._running) - (len(self._paused) if self.batcher.displaces else 0)
 
     def _others_run(self, sequence: RequestState) -> bool:
         """Return whether other requests run, or will as soon as their keys and values are on the device."""

@@ -32,8 +32,11 @@ class AutoBatching:
             self._candidate, self._lost_s = candidate, 0.0
         if candidate is None:
             return ALL
-        merged = view.on(candidate)
+        # Those that would run anyway: nobody takes the place of a request that pauses.
+        merged = [each for each in fcfs if each.adapter == candidate]
         paused = [each for each in fcfs if each.adapter != candidate]
+        if not merged:
+            return ALL
         merged_s = view.iteration_s(merged, True)
         gained_s = len(merged) * view.iteration_s(fcfs, False) / len(fcfs) - merged_s
         if gained_s <= 0 or not self._may_pause(paused, merged_s, view.now_s):

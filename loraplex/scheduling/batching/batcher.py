@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from heapq import nsmallest
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -68,9 +69,10 @@ class Batcher:
         max_running = self._config.max_running
         # As many waiting ones as can be ready: a batch of one adapter finds its requests far behind.
         num_ready = max_running + self._config.prefetch_depth
-        requests = [*running, *nsmallest(num_ready, ready, key=_arrival)]
         if self.displaces:
-            requests.sort(key=_arrival)
+            requests = sorted((*running, *nsmallest(num_ready, ready, key=_arrival)), key=_arrival)
+        else:
+            requests = [*running, *islice(ready, num_ready)]
         batch = self._policy.choose(self._view(requests))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL

@@ -24,8 +24,9 @@ from loraplex.core.batching import DelayBound
 from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
-_AHEAD: Final = 8
-"""Requests to select beyond those that could be admitted now, so that their adapters are loaded in time."""
+_AHEAD_S: Final = 0.1
+"""Seconds that requests are selected before they can be admitted: their adapters are loaded meanwhile."""
+_MAX_AHEAD: Final = 8
 _FIRST_SELECTED: Final = -(1 << 40)
 """The position of the first selected request: below those of all others, above those of preempted ones."""
 _USED_SHARE: Final = 0.6
@@ -135,8 +136,9 @@ class GroupedQueue(WaitingQueue):
         active.update(each.adapter for each in self._selected)
         num_left = num_tokens - sum(len(each.token_ids) for each in islice(self._selected, num_admissible))
         num_free = self._num_free(num_admissible - len(self._selected), now_s, pace)
+        ahead = self._num_ahead(now_s)
         while self._requests and (
-            len(self._selected) < _AHEAD or (num_left > 0 and len(self._selected) < num_admissible + _AHEAD)
+            len(self._selected) < ahead or (num_left > 0 and len(self._selected) < num_admissible + ahead)
         ):
             if num_free >= 1 and is_long:
                 request = self._best(active)
@@ -182,6 +184,11 @@ class GroupedQueue(WaitingQueue):
     def _allowed_s(self, request: RequestState, now_s: float) -> float:
         """Return by how much a request may be delayed whose turn comes now."""
         return _USED_SHARE * self._bound.allowed_s(now_s - request.arrived_s)
+
+    def _num_ahead(self, now_s: float) -> int:
+        """Return how many requests to select beyond those that can be admitted now."""
+        pace = self._seen_pace(now_s)
+        return _MAX_AHEAD if pace is None else min(max(int(pace.per_s * _AHEAD_S), 1), _MAX_AHEAD)
 
     def _seen_pace(self, now_s: float) -> EndPace | None:
         """Return the pace of recent ends; None if there were too few."""

@@ -45,8 +45,8 @@ def merged_batch(version: str) -> StepBatch:
 class View(NamedTuple):
     """An engine before a step.
 
-    `requests`: the running ones, paused or not, and the waiting ones that could be admitted, oldest first; if
-    the policy does not displace running requests, these come before all others.
+    `requests`: the running ones, paused or not, and the waiting ones that could be admitted, oldest first. If
+    the policy does not displace running requests, these come first, and the others in the queue's order.
     `max_running`: most requests in a step. `merged`: the version whose merged weights are held. `can_merge`:
     whether a version's merged weights could be held from this step on. `merge_s`: predicted seconds of
     writing them, 0 if they are held. `iteration_s`: predicted seconds of a step in which these requests

@@ -137,9 +137,14 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> Submissions:
 
 
 def plan_layers(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
-    """Have workers assist with so many layers: here, where nothing is copied over a bus, none would pay."""
+    """Have workers, if any are ready, assist with so many layers: here, where nothing is copied over a bus,
+    none would pay."""
     plan = AssistPlan(num_layers=num_layers)
-    monkeypatch.setattr(StartPolicy, "assist_plan", lambda policy, *args, **options: plan)
+    monkeypatch.setattr(
+        StartPolicy,
+        "assist_plan",
+        lambda policy, *args, **options: plan if policy.assists else AssistPlan(),
+    )
 
 
 def engine_of(cold_start: ColdStart) -> Engine:
