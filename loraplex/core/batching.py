@@ -40,8 +40,8 @@ class Batching(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayBound:
-    """By how much batching may delay a request, compared with first come, first served: by `share` of its
-    time so far, or by `seconds` if that is more."""
+    """The longest delay that batching may cause a request, compared with first come, first served: `share`
+    of its time so far, or `seconds` if that is more."""
 
     share: float = 0.25
     seconds: float = 0.25

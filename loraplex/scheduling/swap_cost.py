@@ -1,4 +1,4 @@
-"""Whether keys and values are copied to the host and back, or computed again.
+"""Decides whether keys and values are copied to the host and back, or computed again.
 
 Both are predicted in seconds. A copy uses the bus beside the steps, and computing delays every request of the
 step, so that a copy that takes as long is preferred.

@@ -133,13 +133,13 @@ def test_subjects_of_other_models_have_other_files() -> None:
 
 def test_a_merge_is_guessed_as_two_passes_over_its_bytes_and_corrected_with_steps() -> None:
     subject = Subject(machine="m", device="cuda", model=shape_key(SHAPE), dtype="bfloat16", num_layers=32)
-    model = default_cost_model(subject, SHAPE, element_bytes=2, num_cores=8)
+    model = default_cost_model(subject, SHAPE, num_cores=8)
     assert model.merge_s(0) == 0.0
     more_s = model.merge_s(2_000_000_000) - model.merge_s(1_000_000_000)
     assert more_s == pytest.approx(2e9 * model.step.terms.adapter_byte_s)
     slower = replace(model, corrections=Corrections(step=3.0))
     assert slower.merge_s(MIB) == pytest.approx(3 * model.merge_s(MIB))
-    on_cpu = default_cost_model(replace(subject, device="cpu"), SHAPE, element_bytes=4, num_cores=8)
+    on_cpu = default_cost_model(replace(subject, device="cpu"), SHAPE, num_cores=8)
     assert on_cpu.merge_s(1_000_000_000) > 10.0
 
 
@@ -147,6 +147,6 @@ def test_a_step_on_merged_weights_costs_as_much_as_the_base_models() -> None:
     model = row_cost_model()
     chunks = [Chunk(str(n), adapter, 100, [1], [], True) for n, adapter in enumerate("aab")]
     base = [chunk._replace(adapter=None) for chunk in chunks]
-    merged = step_features(chunks, lambda version: MIB, merged=True)
+    merged = step_features(chunks, lambda version: MIB).on_merged_weights()
     assert merged == step_features(base, lambda version: MIB)
     assert model.step_s(merged) < model.step_s(step_features(chunks, lambda version: MIB))

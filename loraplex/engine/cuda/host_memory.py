@@ -46,7 +46,7 @@ _PINNED_AHEAD_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What memory is for, as error messages name it, and the option that sets its size. `must_pin`: memory
+    """A use of memory, as error messages name it, and the option that sets its size. `must_pin`: memory
     that cannot be pinned is of no use."""
 
     what: str

@@ -1,4 +1,4 @@
-"""What a batching policy sees before each step, and what it decides."""
+"""The view that a batching policy has before each step, and the batch that it returns."""
 
 from __future__ import annotations
 
