@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from loraplex.bench.profile_host import Predicted, measure_bus, measure_disk
+from loraplex.bench.profile_merges import measure_merges
 from loraplex.bench.profile_progress import PhaseProgress, Progress
 from loraplex.bench.profile_reads import measure_reads
 from loraplex.bench.profile_serving import measure_serving
@@ -39,10 +40,11 @@ from loraplex.model.config import ModelConfig
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.assist_split import default_num_workers
 from loraplex.perf.cost_model import CostModel
-from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.default_model import default_cost_model, default_merge
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
+from loraplex.perf.line import Line
 from loraplex.perf.step_cost import StepSample
 
 _RANKS: Final = (8, 64)
@@ -54,18 +56,20 @@ _GPU_REPEATS: Final = 3
 CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
 """Least repeats for reads of files: the host is less steady than a GPU."""
+_MERGE_REPEATS: Final = 5
 _MAX_SERVED_EACH: Final = 40
 """Most steps of serving with each number of requests."""
 _GPU_WEIGHTS: Final = {
     "engine": 0.0,
     "steps": 1.0,
     "serving": 0.3,
+    "merges": 0.02,
     "copies": 0.1,
     "reads": 0.2,
     "disk": 0.1,
     "CPU LoRA": 0.1,
 }
-_CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "reads": 0.006, "disk": 0.002}
+_CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "merges": 0.002, "reads": 0.006, "disk": 0.002}
 """Rough duration of each phase, relative to that of the engine's steps."""
 
 
@@ -87,7 +91,7 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
     on_gpu = device.type == "cuda"
     repeats = options.repeats or (_GPU_REPEATS if on_gpu else CPU_REPEATS)
     report = PhaseProgress(progress, _GPU_WEIGHTS if on_gpu else _CPU_WEIGHTS)
-    steps, memory = _profile_engine(options, repeats, report)
+    steps, merge, memory = _profile_engine(options, repeats, report)
     bus, copies = measure_bus(device, repeats, report.of("copies")) if on_gpu else (None, [])
     folder = cache_dir() / "profiles"
     read, reads = measure_reads(
@@ -110,6 +114,7 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
         assist=_measure_assist(options, repeats, report),
         held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, serving=steps.serving, load=load),
         memory=memory,
+        merge=merge or default_merge(options.device, steps.cost),
     )
 
 
@@ -134,7 +139,7 @@ def _measure_assist(options: ProfileOptions, repeats: int, report: PhaseProgress
 
 def _profile_engine(
     options: ProfileOptions, repeats: int, report: PhaseProgress
-) -> tuple[MeasuredSteps, EngineMemory]:
+) -> tuple[MeasuredSteps, Line | None, EngineMemory]:
     report.of("engine")
     config, on_gpu = options.config, options.device == "cuda"
     engine = build_random_engine(
@@ -181,7 +186,14 @@ def _profile_engine(
                 report=report.of("serving"),
             )
         steps = fit_steps(samples, served, unseen, stepped=on_gpu)
-        return steps, _memory_of(engine, options)
+        merge = measure_merges(
+            engine,
+            fitted[0].version,
+            vocab_size=vocab_size,
+            repeats=min(repeats, _MERGE_REPEATS),
+            report=report.of("merges"),
+        )
+        return steps, merge, _memory_of(engine, options)
     finally:
         engine.close()
 

@@ -185,6 +185,21 @@ class Engine:
             return
         self._scheduler.batcher.merged.know(spec.version, num_bytes)
 
+    def merge_once(self, version: str) -> int | None:
+        """Merge a version that requests run on, and give the memory back, for measurements. Return the bytes
+        written; None where merging is not possible."""
+        num_bytes = self._executor.merge_bytes(self._table.sources(version)[0])
+        if num_bytes is None or not self._memory.take_merged(num_bytes):
+            return None
+        self._scheduler.follow_moves()
+        moves = self._memory.take_moves()
+        if moves:
+            self._executor.move(moves)
+        self._executor.merge_adapter(version, self._memory.merge_place)
+        self._executor.drop_merged()
+        self._memory.give_back_merged()
+        return num_bytes
+
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """Choose the policy for adapters that are loaded from now on."""
         self.cold_start = cold_start

@@ -271,10 +271,14 @@ class Scheduler:
             return list(self._running)
         ready = (each for each in self._waiting.candidates() if self._may_admit(each))
         self._batch, active = self.batcher.choose(self._running, ready)
-        self._pins.follow_moves(self._running)  # merged weights may have needed their place
+        self.follow_moves()  # merged weights may have needed the place of blocks
         kept = set(active)
         self._paused = [each for each in self._running if each not in kept]
         return active
+
+    def follow_moves(self) -> None:
+        """Update the block ids of requests whose blocks were moved."""
+        self._pins.follow_moves(self._running)
 
     def _prompts_or_decodes(self, preempted: list[RequestState]) -> tuple[list[Chunk], float]:
         chunks: list[Chunk] = []

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from loraplex.bench import profile_scenarios
 from loraplex.bench.alternating import at_usual_pace, time_alternating, undisturbed
+from loraplex.bench.profile_merges import measure_merges
 from loraplex.bench.profile_progress import PhaseProgress, Progress
 from loraplex.bench.profile_reads import _pinned_reader, _plain_reader, _saved, _seconds
 from loraplex.bench.profile_scenarios import ProfileOptions
@@ -88,6 +89,7 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     assert model.bus is None
     assert model.step_s(StepFeatures(num_decodes=4, decode_positions=100)) > 0
     assert model.read_s(1 << 20) > 0
+    assert 0 < model.merge_s(1 << 20) < 60
     assert model.step.quality is not None
     assert model.step.quality.num_samples > 30
     assert "engine step" in result.output
@@ -416,6 +418,21 @@ def test_steps_of_serving_are_timed_from_one_request_to_many() -> None:
         assert any(step.num_decodes and step.num_prompts for step, _ in samples)
         assert all(seconds > 0 and step.num_adapters <= 3 for step, seconds in samples)
     assert [step for step, _ in first] != [step for step, _ in second]
+
+
+def test_merging_is_measured_and_leaves_nothing_behind() -> None:
+    engine = build_random_engine(RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32))
+    specs = random_specs("merge", "tiny", num_adapters=1, ranks=[8], modules="q,k,v")
+    register(engine, specs)
+    version, shares = specs[0].version, list[float]()
+    line = measure_merges(engine, version, vocab_size=256, repeats=2, report=shares.append)
+    assert line is not None
+    assert 0 < line.seconds(1 << 20) < 60
+    assert shares == [0.0, 0.5, 1.0]
+    assert not engine.has_work()
+    assert engine._memory.merged_bytes == 0
+    engine.check_integrity()
+    engine.close()
 
 
 def test_a_step_takes_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> None:

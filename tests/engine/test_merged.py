@@ -219,7 +219,7 @@ def test_a_thousand_merges_change_no_bit(served: Served, dtype: torch.dtype) -> 
     at_start["base"] = logits(None)
     assert len({tuple(found.flatten().tolist()) for found in at_start.values()}) == 1 + len(adapters)
     rng = random.Random(0)
-    for index in range(1000):
+    for index in range(1000 if served.family == "llama" else 100):
         name = rng.choice(list(adapters))
         merged = decoder.merge(adapters[name], place)
         if index % 20 < 2:

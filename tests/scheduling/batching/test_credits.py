@@ -47,7 +47,7 @@ def test_an_adapter_without_credit_may_displace_nobody() -> None:
     assert credits.can_pay("b", num_displaced=0, seconds=0.1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_credits_add_up_to_what_they_began_with(data: st.DataObject) -> None:
     credits = Credits()
