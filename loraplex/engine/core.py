@@ -169,21 +169,17 @@ class Engine:
 
     def _know_merged(self, spec: AdapterSpec) -> None:
         """Let steps run on an adapter's merged weights, if there is memory for them."""
-        num_bytes = self._executor.merge_bytes(spec)
-        if num_bytes is None:
-            return
-        budget_bytes = self._table.serving.room.budget_bytes
-        if num_bytes > budget_bytes:
+        num_bytes, budget_bytes = self._executor.merge_bytes(spec), self._table.serving.room.budget_bytes
+        if num_bytes is not None and num_bytes <= budget_bytes:
+            self._scheduler.batcher.merged.know(spec.version, num_bytes)
+        elif self._executor.why_not_merged is None:
             logger.warning(
-                "version %s runs unmerged: its merged weights take %s bytes of memory, which has %s for "
+                "version %s runs unmerged: its merged weights do not fit the %s bytes of memory for "
                 "adapters; %s, or choose --batching fcfs",
                 spec.version,
-                f"{num_bytes:,}",
                 f"{budget_bytes:,}",
                 self._memory.adapter_advice,
             )
-            return
-        self._scheduler.batcher.merged.know(spec.version, num_bytes)
 
     def merge_once(self, version: str) -> int | None:
         """Merge a version that requests run on, and give the memory back, for measurements. Return the bytes
@@ -335,6 +331,8 @@ class Engine:
 
 def _check_batching(batching: Batching, executor: Executor) -> None:
     """Raise ModelError if the policy needs merged weights, and there can be none."""
+    if batching not in (Batching.MERGED, Batching.DYNAMIC):
+        return
     reason = executor.why_not_merged
-    if batching in (Batching.MERGED, Batching.DYNAMIC) and reason is not None:
+    if reason is not None:
         raise ModelError(f"--batching {batching} merges adapters: {reason}; choose fcfs, grouped or auto")

@@ -206,6 +206,8 @@ class Arena:
     def _make_room_below(self, size: int) -> bool:
         """Evict and lower the border until the end of the places can be lowered by `size` units. Return
         False, and change nothing, if what is in use or being loaded is in the way."""
+        if self.pool.num_locked > 0:
+            return False  # a block in the way may be being copied from or to the host
         idle, evict = self.table.serving.idle, self.table.serving.evict
         extended = min(self.pool.num_free, self.pool.num_blocks - 1) * self._page_units
         if size > self._places.num_free + extended + idle.num_bytes // self._unit_bytes:

@@ -42,6 +42,11 @@ class MergedWeights:
         """Return the bytes that writing a version's merged weights would fill: 0 if they are held."""
         return 0 if version == self.version else self._bytes[version]
 
+    @property
+    def bytes_to_write(self) -> int:
+        """The bytes that are written before the step being decided."""
+        return 0 if self._merge is None else self._bytes[self._merge]
+
     def can_hold(self, version: str) -> bool:
         """Return whether a step may run on a version: it is held, or could be written now, as far as is
         known, and memory was not short lately."""

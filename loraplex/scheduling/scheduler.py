@@ -59,6 +59,7 @@ class Scheduler:
         self._running: list[RequestState] = []
         self._paused: list[RequestState] = []  # running requests that the step being decided leaves out
         self._batch = ALL
+        self._is_stuck = False  # requests are paused, and nothing else runs or is on its way
         self._sequences = RequestTable()
         self.adapters = AdapterPlanner(config, memory, costs)
         self._pins = self.adapters.pins
@@ -172,6 +173,7 @@ class Scheduler:
                 self._admit(chunks, budget, preempted)
         if not preempted:
             self._fail_without_room()
+        self._is_stuck = bool(self._paused) and not chunks and not preempted and not self._under_way
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
         self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan(chunks, preempted)
@@ -269,12 +271,27 @@ class Scheduler:
         """Choose the requests that the step may run, and return the running ones among them."""
         if not self.batcher.pauses:
             return list(self._running)
-        ready = (each for each in self._waiting.candidates() if self._may_admit(each))
-        self._batch, active = self.batcher.choose(self._running, ready)
+        if self._is_stuck:  # nothing that the policy chose could run: let all go on for a step
+            self._batch, active = ALL, self._running[: self._config.max_running]
+        else:
+            ready = filter(self._may_admit, self._waiting.ready(self._config.max_running))
+            self._batch, active = self.batcher.choose(self._running, ready, self._sequences.on_version)
+            self._pin_merged()
         self.follow_moves()  # merged weights may have needed the place of blocks
         kept = set(active)
         self._paused = [each for each in self._running if each not in kept]
         return active
+
+    def _pin_merged(self) -> None:
+        """Pin the merged adapter for the requests on it, wherever they wait."""
+        version = self._batch.merged
+        if version not in self._table.serving.resident or not self.batcher.displaces:
+            return
+        assert version is not None
+        for each in self._sequences.on_version(version)[: self._config.max_running]:
+            if each in self._waiting and not each.pinned and self._table.acquire(version):
+                self._waiting.set_pinned(each, pinned=True)
+                each.adapter_hit = True if each.adapter_hit is None else each.adapter_hit
 
     def follow_moves(self) -> None:
         """Update the block ids of requests whose blocks were moved."""
@@ -433,7 +450,7 @@ class Scheduler:
         """Return the waiting requests that the step's batch allows, in the order in which they may run."""
         if not self.batcher.pauses:
             return self._waiting.candidates()
-        ready = list(self._waiting.candidates())
+        ready = self._waiting.ready(self._config.max_running)
         if not self.batcher.displaces:  # nor does any request overtake another one
             return takewhile(lambda each: self._batch.allows(each.adapter), ready)
         ready.sort(key=lambda each: each.arrival)
@@ -518,9 +535,13 @@ class Scheduler:
 
     @property
     def _num_placed(self) -> int:
-        """Number of running requests that have one of `max_running` places; paused ones lose theirs if the
-        policy displaces requests."""
-        return len(self._running) - (len(self._paused) if self.batcher.displaces else 0)
+        """Number of `max_running` places that are taken; paused requests lose theirs if the policy displaces
+        requests, as long as there are not too many of them."""
+        if not self.batcher.displaces:
+            return len(self._running)
+        # An executor keeps state for so many requests at most.
+        num_active, most = len(self._running) - len(self._paused), 2 * self._config.max_running
+        return num_active if len(self._running) < most else self._config.max_running
 
     def _others_run(self, sequence: RequestState) -> bool:
         """Return whether other requests run, or will as soon as their keys and values are on the device."""

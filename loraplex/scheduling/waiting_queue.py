@@ -102,6 +102,10 @@ class WaitingQueue:
         pinned = self.pinned()
         return merge(pinned, self._on_base, key=_position) if self._on_base else iter(pinned)
 
+    def ready(self, most_on_base: int) -> list[RequestState]:
+        """Return the pinned requests and the first ones on the base model, in order."""
+        return sorted((*self._pinned, *islice(self._on_base, most_on_base)), key=_position)
+
     def pinned(self) -> list[RequestState]:
         """Return the requests whose adapter is pinned for them, in order."""
         return sorted(self._pinned, key=_position)

@@ -103,6 +103,7 @@ class QuickScheduler(TwinScheduler):
         if not preempted:
             self._admit_to(step, budget, preempted)
             self._fail_without_room()
+        self._is_stuck = bool(self._paused) and not step and not preempted and not self._sampling
         all_decode = not preempted and len(self._running) == num_running == len(step)
         self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan_of(step, preempted)

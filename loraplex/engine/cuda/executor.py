@@ -102,8 +102,8 @@ class CudaExecutor:
         assist: CpuAssist | None = None,
         kv_swap: KVSwap | None = None,
     ) -> None:
-        """`reads`: fills the host blocks of `store`. `merge_buffer`: must be that of `runner`."""
-        """`reads`: fills the host blocks of `store`. `kv_swap`: the host tier of KV blocks."""
+        """`reads`: fills the host blocks of `store`. `merge_buffer`: must be that of `runner`. `kv_swap`: the
+        host tier of KV blocks."""
         self._decoder = decoder
         self._runner = runner
         self._builder = builder
@@ -229,6 +229,8 @@ class CudaExecutor:
         assert place <= self._merge_buffer.begin(weights.touched), "others have some of this memory"
         self._decoder.merge(weights, self._merge_buffer.weight)
         self._merged = version, weights.touched
+        # Loads that wait for no step must not overwrite what is still read or written.
+        self._last_moves = Moment(self._device)
 
     def drop_merged(self) -> None:
         """Free their memory: whatever uses it next runs after the steps that read it (see
@@ -380,8 +382,10 @@ class CudaExecutor:
         for request_id, row in built.sampling.items():
             logit_seats[row] = self._seats[request_id]
         seats = RowSeats(follows=follows, rows=row_seats, logits=logit_seats)
+        if merged:  # it reads no adapter, even if that is on its way again
+            return self._runner.run(built, seats, merged=merged)
         assisted = self._assisted_tasks(built)
-        output = self._runner.run(built, seats, self._wanted_copies(built, assisted), assisted, merged)
+        output = self._runner.run(built, seats, self._wanted_copies(built, assisted), assisted)
         for span in assisted.spans if assisted is not None else ():
             self._assisted_steps[span.arrival.transfer.spec.version] = Moment(self._device)
         return output

@@ -39,7 +39,8 @@ class AutoBatching:
             return ALL
         merged_s = view.iteration_s(merged, True)
         gained_s = len(merged) * view.iteration_s(fcfs, False) / len(fcfs) - merged_s
-        if gained_s <= 0 or not self._may_pause(paused, merged_s, view.now_s):
+        waits_s = merged_s + view.merge_s(candidate)
+        if gained_s <= 0 or not self._may_pause(paused, waits_s, view.now_s):
             self._lost_s = 0.0
             return ALL
         if view.merged != candidate:
@@ -47,7 +48,7 @@ class AutoBatching:
             if self._lost_s < view.merge_s(candidate):
                 return ALL
         for each in paused:
-            each.delayed_s += merged_s
+            each.delayed_s += waits_s
         return merged_batch(candidate)
 
     def forget(self, version: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from heapq import nsmallest
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
 from loraplex.core.batching import Batching
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.batching.auto import AutoBatching
@@ -60,26 +59,25 @@ class Batcher:
         return WaitingQueue()
 
     def choose(
-        self, running: Sequence[RequestState], ready: Iterable[RequestState]
+        self,
+        running: Sequence[RequestState],
+        ready: Iterable[RequestState],
+        on_version: Callable[[str], Sequence[RequestState]],
     ) -> tuple[StepBatch, list[RequestState]]:
         """Return the batch of the next step, and the running requests that it has. `ready`: waiting requests
-        that could be admitted."""
+        that could be admitted, in order. `on_version`: returns all requests on a version, oldest first."""
         if self._policy is None:
             return ALL, list(running)
-        max_running = self._config.max_running
-        # As many waiting ones as can be ready: a batch of one adapter finds its requests far behind.
-        num_ready = max_running + self._config.prefetch_depth
+        requests = [*running, *ready]
         if self.displaces:
-            requests = sorted((*running, *nsmallest(num_ready, ready, key=_arrival)), key=_arrival)
-        else:
-            requests = [*running, *islice(ready, num_ready)]
-        batch = self._policy.choose(self._view(requests))
+            requests.sort(key=_arrival)
+        batch = self._policy.choose(self._view(requests, on_version))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL
         self._num_switches += batch.merged != self._last.merged
         self._num_merged_steps += batch.merged is not None
         self._last = batch
-        chosen = set(batch.select(requests, max_running))
+        chosen = set(batch.select(requests, self._config.max_running))
         active = [each for each in running if each in chosen]
         self._num_pauses += len(running) - len(active)
         return batch, active
@@ -90,7 +88,8 @@ class Batcher:
         is_merged = self._last.merged is not None
         self._num_adapters += 0 if is_merged else len(versions) - (None in versions)
         if self._keeps_time:
-            self.pass_time(self._step_s(step_features(chunks, self._adapter_bytes), is_merged))
+            merge_s = self._model.merge_s(self.merged.bytes_to_write)
+            self.pass_time(merge_s + self._step_s(step_features(chunks, self._adapter_bytes), is_merged))
 
     def pass_time(self, seconds: float) -> None:
         """Record predicted seconds of steps."""
@@ -123,10 +122,13 @@ class Batcher:
             "owed_credit_s": sum(balance for balance in balances.values() if balance > 0),
         }
 
-    def _view(self, requests: Sequence[RequestState]) -> View:
+    def _view(
+        self, requests: Sequence[RequestState], on_version: Callable[[str], Sequence[RequestState]]
+    ) -> View:
         return View(
             requests=requests,
             max_running=self._config.max_running,
+            on_version=on_version,
             merged=self.merged.version,
             can_merge=self.merged.can_hold,
             merge_s=self._merge_s,
@@ -135,15 +137,18 @@ class Batcher:
         )
 
     def _merge_s(self, version: str) -> float:
-        assert self._costs is not None
-        return self._costs.model.merge_s(self.merged.bytes_of(version))
+        return self._model.merge_s(self.merged.bytes_of(version))
 
     def _iteration_s(self, requests: Sequence[RequestState], is_merged: bool) -> float:
         return self._step_s(self._features(requests), is_merged)
 
     def _step_s(self, features: StepFeatures, is_merged: bool) -> float:
+        return self._model.step_s(features.on_merged_weights() if is_merged else features)
+
+    @property
+    def _model(self) -> CostModel:
         assert self._costs is not None
-        return self._costs.model.step_s(features.on_merged_weights() if is_merged else features)
+        return self._costs.model
 
     def _features(self, requests: Sequence[RequestState]) -> StepFeatures:
         """Return the features of a step in which all of these requests decode. Prompts have to be computed

@@ -35,7 +35,7 @@ class DynamicBatching:
             self.credits.transfer(batch.select(view.requests, view.max_running), fcfs, fcfs_s)
             return batch
         candidate = self._candidate(view, fcfs_s)
-        merged = view.on(candidate) if candidate is not None else ()
+        merged = view.on_version(candidate)[: view.max_running] if candidate is not None else ()
         merged_s = view.iteration_s(merged, True) if merged else 0.0
         runs_merged = candidate is not None and self._should_merge(view, candidate)
         self.thresholds.begin_step(
@@ -67,8 +67,7 @@ class DynamicBatching:
         return view.can_merge(version) and self.credits.can_pay(version, num_displaced, step_s)
 
     def _should_merge(self, view: View, candidate: str) -> bool:
-        num_merged = sum(each.adapter == candidate for each in view.requests)
-        share = num_merged / len(view.fcfs)
+        share = len(view.on_version(candidate)) / len(view.fcfs)
         if self._merged is None:
             return share > self.thresholds.alpha
         return self.thresholds.beta is None or share >= self.thresholds.beta

@@ -33,6 +33,7 @@ _USED_SHARE: Final = 0.6
 """Share of the bound until a request is selected; the rest is for its prompt and for what is not foreseen."""
 _RECENT: Final = 32
 """Ends of running requests that the rate of ends is taken from."""
+_MAX_STALE: Final = 1024
 _position = attrgetter("queue_position")
 
 
@@ -85,11 +86,17 @@ class GroupedQueue(WaitingQueue):
             return super().candidates()
         return merge(sorted((*self._pinned, *on_base), key=_position), self._on_base, key=_position)
 
+    def ready(self, most_on_base: int) -> list[RequestState]:
+        on_base = [each for each in self._selected if each.adapter is None]
+        return sorted((*on_base, *super().ready(most_on_base)), key=_position)
+
     @property
     def has_candidates(self) -> bool:
         return super().has_candidates or any(each.adapter is None for each in self._selected)
 
     def append(self, request: RequestState) -> None:
+        if len(self._turns) > 2 * len(self) + _MAX_STALE:  # requests that were cancelled
+            self._turns = deque(turn for turn in self._turns if turn[1] in self._requests)
         self._turns.append((self._num_admitted + len(self), request))
         super().append(request)
         self._unselected_on.setdefault(request.adapter, OrderedDict())[request] = None

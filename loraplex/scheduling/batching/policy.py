@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -47,6 +46,7 @@ class View(NamedTuple):
 
     `requests`: the running ones, paused or not, and the waiting ones that could be admitted, oldest first. If
     the policy does not displace running requests, these come first, and the others in the queue's order.
+    `on_version`: returns all requests on a version, oldest first, whether or not they could be admitted.
     `max_running`: most requests in a step. `merged`: the version whose merged weights are held. `can_merge`:
     whether a version's merged weights could be held from this step on. `merge_s`: predicted seconds of
     writing them, 0 if they are held. `iteration_s`: predicted seconds of a step in which these requests
@@ -54,6 +54,7 @@ class View(NamedTuple):
     """
 
     requests: Sequence[RequestState]
+    on_version: Callable[[str], Sequence[RequestState]]
     max_running: int
     merged: str | None
     can_merge: Callable[[str], bool]
@@ -66,14 +67,10 @@ class View(NamedTuple):
         """The oldest requests that fit a step."""
         return self.requests[: self.max_running]
 
-    def on(self, version: str | None) -> Sequence[RequestState]:
-        """Return the oldest requests on a version that fit a step."""
-        return StepBatch(only=frozenset((version,))).select(self.requests, self.max_running)
-
     def most_requested(self) -> list[str]:
-        """Return the adapters of the requests, the one with the most requests first, then the oldest."""
-        counts = Counter(each.adapter for each in self.requests)
-        return [version for version, _ in counts.most_common() if version is not None]
+        """Return the adapters of the requests, the one that most are on first, then the oldest."""
+        versions = dict.fromkeys(each.adapter for each in self.requests if each.adapter is not None)
+        return sorted(versions, key=lambda version: -len(self.on_version(version)))
 
 
 class BatchingPolicy(Protocol):

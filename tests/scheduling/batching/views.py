@@ -49,6 +49,7 @@ def view(
 
     return View(
         requests=made,
+        on_version=lambda version: [each for each in made if each.adapter == version],
         max_running=max_running,
         merged=merged,
         can_merge=lambda version: version in mergeable,
