@@ -73,7 +73,7 @@ def serve_options(
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
     max_delay = option.parse_delay(max_delay_by_grouping, batching)
-    max_ttft_s = None if max_ttft is None else option.parse_seconds(max_ttft, "--max-ttft")
+    max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.hub import locate_adapter

@@ -350,7 +350,8 @@ def parse_delay(text: str | None, batching: Batching) -> DelayBound:
         return DelayBound()
     if not batching.groups:
         raise typer.BadParameter(
-            f"is for --batching grouped or auto, not {batching}; leave it out, or choose one of these",
+            f"the bound is for --batching grouped or auto, not {batching}; leave it out, or choose one of "
+            "these",
             param_hint=option,
         )
     found = [_BOUND.fullmatch(part.strip()) for part in text.split(",")]
@@ -362,3 +363,15 @@ def parse_delay(text: str | None, batching: Batching) -> DelayBound:
     scale = {"%": 0.01, "ms": 0.001, "s": 1.0}
     values = [float(part[1]) * scale[part[2]] for part in found if part is not None]
     return DelayBound(**{"share": 0.0, "seconds": 0.0, **dict(zip(units, values, strict=True))})
+
+
+def parse_max_ttft(seconds: float | None, batching: Batching) -> float | None:
+    """Return the seconds of `--max-ttft`, if given. Raises a usage error, also for a policy under which first
+    tokens cannot be predicted."""
+    if seconds is not None and batching in (Batching.MERGED, Batching.DYNAMIC):
+        raise typer.BadParameter(
+            f"with --batching {batching}, first tokens cannot be predicted; leave it out, or choose fcfs, "
+            "grouped or auto",
+            param_hint="--max-ttft",
+        )
+    return None if seconds is None else parse_seconds(seconds, "--max-ttft")

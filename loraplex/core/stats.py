@@ -26,7 +26,7 @@ class EngineStats:
     predicted and measured seconds of about the last thousand steps, and likewise for copies of adapters to
     the device; 0 if nothing is predicted.
 
-    Of the batching policy: `is_merged`: 1 if the last step ran on merged weights. `num_switches`: changes
+    Of the batching policy: `is_merged`: 1 while merged weights of a version are held. `num_switches`: changes
     from or to such a step, or to another version; `num_merges`: how often merged weights were written.
     `num_pauses`: running requests that a step left out, summed over all steps; `num_step_adapters`: adapters
     that a step read, likewise. `owed_credit_s`: what adapters have gained by waiting, with `dynamic`.

@@ -170,14 +170,16 @@ class Engine:
     def _know_merged(self, spec: AdapterSpec) -> None:
         """Let steps run on an adapter's merged weights, if there is memory for them."""
         num_bytes, budget_bytes = self._executor.merge_bytes(spec), self._table.serving.room.budget_bytes
-        if num_bytes is not None and num_bytes <= budget_bytes:
+        own_bytes = self._table.num_bytes(spec.version)  # it is merged from there
+        if num_bytes is not None and num_bytes + own_bytes <= budget_bytes:
             self._scheduler.batcher.merged.know(spec.version, num_bytes)
         elif self._executor.why_not_merged is None:
             logger.warning(
-                "version %s runs unmerged: its merged weights do not fit the %s bytes of memory for "
-                "adapters; %s, or choose --batching fcfs",
-                spec.version,
-                f"{budget_bytes:,}",
+                "adapter %s (version %s) runs unmerged: its merged weights do not fit the %.1f MiB of memory "
+                "for adapters beside it; %s, or choose --batching fcfs",
+                spec.path.name,
+                spec.version[:12],
+                budget_bytes / (1 << 20),
                 self._memory.adapter_advice,
             )
 

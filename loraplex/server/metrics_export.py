@@ -95,7 +95,9 @@ class _Page:
             ("step_adapters", "Adapters read by a step, summed over steps", stats.num_step_adapters),
         ):
             yield self._counter(f"loraplex:{name}", text, value)
-        yield self._gauge("loraplex:merged", "Engines whose last step ran on merged weights", stats.is_merged)
+        yield self._gauge(
+            "loraplex:merged", "Engines that hold merged weights of an adapter", stats.is_merged
+        )
         yield self._gauge(
             "loraplex:owed_credit_seconds",
             "Waiting that adapters are owed by others (`--batching dynamic`)",
@@ -143,7 +145,9 @@ class _Page:
             self._num_left_out,
         )
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
-        yield self._gauge("loraplex:host_adapter_bytes", "Host memory held by adapter weights", num_bytes)
+        yield self._gauge(
+            "loraplex:host_adapter_bytes", "Host memory held by adapter weights, merged ones too", num_bytes
+        )
         yield self._gauge("loraplex:host_adapter_budget_bytes", "Most of it that may be held", budget)
         num_bytes, arena = stats.device_adapter_bytes, stats.device_arena_bytes
         for name, text, value in (
@@ -153,7 +157,9 @@ class _Page:
             ("fetch_failures", "Copies from a replica that came to nothing", stats.adapter_fetch_failures),
         ):
             yield self._counter(f"loraplex:adapter_{name}", text, value)
-        yield self._gauge("loraplex:device_adapter_bytes", "GPU memory held by adapter weights", num_bytes)
+        yield self._gauge(
+            "loraplex:device_adapter_bytes", "GPU memory held by adapter weights, merged ones too", num_bytes
+        )
         yield self._gauge("loraplex:device_arena_bytes", "GPU memory that adapters and KV share", arena)
         yield from self._host_kv()
         for name, predicted_s, measured_s in (

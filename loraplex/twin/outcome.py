@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -97,6 +98,7 @@ class Recorder:
         self._resumed: set[str] = set()  # arrived with a part of their answer, no token from here yet
         self._left: set[int] = set()  # by identity: requests that continue on another engine
         self._gaps: list[Gaps] = []
+        self._token_s: dict[str, float] = {}  # of each request's last token
         self._last_s = 0.0
         self.num_steps = 0
         self.events: list[RequestEvent] | None = None  # if a list is set here, events are appended to it
@@ -164,13 +166,32 @@ class Recorder:
         return passed_s
 
     def stepped(
-        self, now_s: float, updates: Iterable[TokenUpdate], num_running: int, num_tokens: int
+        self,
+        now_s: float,
+        updates: Iterable[TokenUpdate],
+        num_running: int,
+        num_tokens: int,
+        sampled: Iterable[str] | None = None,
     ) -> None:
         """Record a step of `num_running` requests that ended and produced `num_tokens`. `updates`: at least
-        those of requests that have their first token now or have ended."""
+        those of requests that have their first token now or have ended. `sampled`: the requests with a token,
+        where steps may leave requests out."""
         passed_s = self.passed(now_s, num_running)
-        self._gaps.append((passed_s, 0.0, 1, num_tokens - self.updated(updates, now_s)))
+        if sampled is not None:
+            self._add_own_gaps(now_s, sampled)
+            self.updated(updates, now_s)
+        else:
+            self._gaps.append((passed_s, 0.0, 1, num_tokens - self.updated(updates, now_s)))
         self.num_steps += 1
+
+    def _add_own_gaps(self, now_s: float, sampled: Iterable[str]) -> None:
+        """Add the gap of each request since its own last token."""
+        gaps_s = Counter(
+            now_s - self._token_s[request_id] for request_id in sampled if request_id in self._token_s
+        )
+        self._gaps += [(gap_s, 0.0, 1, count) for gap_s, count in gaps_s.items()]
+        self._token_s = {each: s for each, s in self._token_s.items() if each in self._open}
+        self._token_s.update((each, now_s) for each in sampled if each in self._open)
 
     def leapt(
         self, now_s: float, ended: Sequence[TokenUpdate], num_running: int, num_steps: int, took: Repeats
@@ -233,7 +254,8 @@ class SloCounts(NamedTuple):
 class Outcome:
     """The outcome of a run. `num_loads`: adapter loads to the device. `gaps`: gaps between tokens in time
     order; if a request was preempted in between, only the step with the later token counts.
-    `num_swapped_out`, `num_swapped_in`: KV blocks copied to the host and back."""
+    `num_swapped_out`, `num_swapped_in`: KV blocks copied to the host and back. `num_merges` and the fields
+    after it: as in `EngineStats`; `num_step_adapters`: None where they are not counted."""
 
     requests: Sequence[RequestOutcome]
     duration_s: float
@@ -245,6 +267,10 @@ class Outcome:
     gaps: Sequence[Gaps]
     num_swapped_out: int = 0
     num_swapped_in: int = 0
+    num_merges: int = 0
+    num_merged_steps: int = 0
+    num_pauses: int = 0
+    num_step_adapters: int | None = None
 
     def timeline(self, num_intervals: int = 200) -> Timeline:
         """Return the numbers of running and waiting requests as means over intervals of equal length. A
@@ -301,6 +327,10 @@ class Outcome:
             "num_preemptions": self.num_preemptions,
             "num_swapped_out": self.num_swapped_out,
             "num_swapped_in": self.num_swapped_in,
+            "num_merges": self.num_merges,
+            "num_merged_steps": self.num_merged_steps,
+            "num_pauses": self.num_pauses,
+            **({} if self.num_step_adapters is None else {"adapters_per_step": self._adapters_per_step}),
             "input_tok_s": sum(each.request.prompt_tokens for each in begun) / duration_s,
             "output_tok_s": num_output / duration_s,
             "offered_tok_s": self._num_offered / (self._offered_s or duration_s),
@@ -313,6 +343,10 @@ class Outcome:
             "mean_running": self.mean_running,
             "mean_waiting": self.mean_waiting,
         }
+
+    @property
+    def _adapters_per_step(self) -> float:
+        return (self.num_step_adapters or 0) / max(self.num_steps, 1)
 
     def tpot_percentiles(self) -> dict[str, float] | None:
         """Return mean and percentiles of seconds per token after the first, over served requests with such a

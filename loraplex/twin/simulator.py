@@ -108,12 +108,17 @@ class Simulator:
 
     def outcome(self, end_s: float) -> Outcome:
         """Return the outcome of everything up to `end_s`."""
-        num_preemptions = self.scheduler.stats(self.recorder.num_steps).num_preemptions
-        outcome = self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
-        host = self._memory.pool.host
-        if host is None:
-            return outcome
-        return replace(outcome, num_swapped_out=host.num_copied_out, num_swapped_in=host.num_copied_in)
+        stats, host = self.scheduler.stats(self.recorder.num_steps), self._memory.pool.host
+        return replace(
+            self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=stats.num_preemptions),
+            num_swapped_out=0 if host is None else host.num_copied_out,
+            num_swapped_in=0 if host is None else host.num_copied_in,
+            num_merges=stats.num_merges,
+            num_merged_steps=stats.num_merged_steps,
+            num_pauses=stats.num_pauses,
+            # Leaps do not count them.
+            num_step_adapters=stats.num_step_adapters if self.scheduler.batcher.pauses else None,
+        )
 
     def end_s(self, until_s: float) -> float:
         """Return when a run ended that was limited to `until_s`."""
@@ -300,8 +305,10 @@ class Simulator:
 
     def _land_step(self, plan: StepPlan) -> None:
         """Record that a step has ended now."""
+        pauses = self.scheduler.batcher.pauses
+        sampled = [chunk.request_id for chunk in plan.chunks if chunk.samples] if pauses else None
         updates, num_tokens = self.scheduler.land(plan)
-        self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=num_tokens)
+        self.recorder.stepped(self.now_s, updates, len(plan.chunks), num_tokens, sampled)
 
     def _step_beside(self, *, sure: bool = False) -> bool:
         """Simulate a decode step that new requests join with their whole prompts; return False if it has to

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from twin_commands import twin
 from twins import own_twin, random_workload
+from typer import BadParameter
 
+from loraplex.cli.serve_options import parse_max_ttft
 from loraplex.core.batching import Batching, DelayBound
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -44,6 +46,14 @@ def test_twin_run_simulates_every_policy(batching: Batching, tmp_path: Path) -> 
     result = twin("run", Path("h200-llama-2-7b"), workload, "--batching", batching, "--max-running", "8")
     assert result.exit_code == 0, result.output
     assert "60" in result.output
+    assert ("adapters a step" in result.output) == (batching not in (Batching.FCFS, Batching.GROUPED))
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_gaps_between_tokens_have_the_pauses_in_them(batching: Batching) -> None:
+    options = ReplayOptions(num_adapters=6, staged=True, max_running=8, batching=batching)
+    summary = replay(profile(), burst(60, 6), options).summary()
+    assert summary["itl_s"]["mean"] == pytest.approx(summary["itl_mean_s"])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +61,10 @@ def test_twin_run_simulates_every_policy(batching: Batching, tmp_path: Path) -> 
     [
         (("--batching", "auto", "--max-delay-by-grouping", "soon"), "'soon' is no bound"),
         (("--batching", "auto", "--max-delay-by-grouping", "5%,6%"), "write it like 25%,250ms"),
-        (("--batching", "fcfs", "--max-delay-by-grouping", "5%"), "is for --batching grouped or auto"),
+        (
+            ("--batching", "fcfs", "--max-delay-by-grouping", "5%"),
+            "the bound is for --batching grouped or auto",
+        ),
         (
             (
                 "--batching",
@@ -106,3 +119,13 @@ def test_leaps_are_the_steps_that_they_stand_for(batching: Batching, ahead: bool
         [time_s for each in run.requests for time_s in (each.first_token_s, each.finish_s)] for run in runs
     ]
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_first_tokens_are_bounded_only_where_they_can_be_predicted(batching: Batching) -> None:
+    if batching in (Batching.MERGED, Batching.DYNAMIC):
+        with pytest.raises(BadParameter, match="first tokens cannot be predicted"):
+            parse_max_ttft(2.0, batching)
+    else:
+        assert parse_max_ttft(2.0, batching) == 2.0
+    assert parse_max_ttft(None, batching) is None

@@ -113,7 +113,7 @@ class Batcher:
         """Return the fields of `EngineStats` that are about batching."""
         balances = self._policy.credits.balances if isinstance(self._policy, DynamicBatching) else {}
         return {
-            "is_merged": int(self._last.merged is not None),
+            "is_merged": int(self.merged.version is not None),
             "num_switches": self._num_switches,
             "num_merges": self.merged.num_merges,
             "num_merged_steps": self._num_merged_steps,
