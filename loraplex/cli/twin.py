@@ -254,8 +254,8 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     if summary.get("adapters_per_step") is not None:
         merges, steps, pauses = (summary[f"num_{name}"] for name in ("merges", "merged_steps", "pauses"))
         typer.echo(
-            f"{merges:,} {plural('merge', merges)}, {steps / max(num_steps, 1):.0%} of steps on merged "
-            f"weights, {pauses:,} {plural('pause', pauses)}, {summary['adapters_per_step']:.1f} adapters a step"
+            f"{merges:,} {plural('merge', merges)}, {steps / max(num_steps, 1):.0%} of steps merged, "
+            f"{pauses:,} {plural('pause', pauses)}, {summary['adapters_per_step']:.1f} adapters a step"
         )
     for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
         row = summary[name]
