@@ -58,6 +58,15 @@ def test_requests_and_tokens_are_counted(api: Api) -> None:
     assert page["loraplex:adapter_ttft_seconds_count[pirate]"] == 1
 
 
+def test_the_page_shows_keys_and_values_on_the_host(api: Api) -> None:
+    page = samples(api)
+    for name in (
+        "host_kv_bytes", "host_kv_budget_bytes",
+        "kv_blocks_swapped_out_total", "kv_blocks_swapped_in_total", "host_kv_hits_total",
+    ):  # fmt: skip
+        assert page[f"loraplex:{name}"] == 0
+
+
 def test_the_page_shows_the_engine(api: Api) -> None:
     page = samples(api)
     assert page["vllm:kv_cache_usage_perc"] == 0.25
