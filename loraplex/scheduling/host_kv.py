@@ -26,9 +26,13 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Final
 
 from loraplex.core.errors import CapacityError
 from loraplex.scheduling.victims import next_host_victim
+
+_MOST_BYTES: Final = 64 << 40
+"""More than a host has. Each block costs the scheduler a little memory, so a mistake must not make many."""
 
 CacheKey = tuple[int, tuple[int, ...]]
 """The node before a block, and the block's tokens."""
@@ -182,12 +186,17 @@ class HostKV:
 
 
 def host_kv_of(budget_bytes: int, block_bytes: int) -> HostKV | None:
-    """Return a tier of so many bytes, or None for 0. Raises CapacityError if they hold no block."""
+    """Return a tier of so many bytes, or None for 0. Raises CapacityError if they hold no block, or more than
+    any host has."""
     if budget_bytes == 0:
         return None
     if budget_bytes < block_bytes:
         raise CapacityError(
             f"{budget_bytes:,} bytes hold no block of the KV cache, which has {block_bytes:,}; raise "
             "--kv-swap-memory, or leave it out"
+        )
+    if budget_bytes > _MOST_BYTES:
+        raise CapacityError(
+            f"--kv-swap-memory asks for {budget_bytes:,} bytes, more than any host has; lower it"
         )
     return HostKV(budget_bytes // block_bytes, block_bytes)

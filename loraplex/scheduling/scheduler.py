@@ -272,7 +272,7 @@ class Scheduler:
         if not self.batcher.pauses:
             return list(self._running)
         if self._is_stuck:  # nothing that the policy chose could run: let all go on for a step
-            self._batch, active = ALL, self._running[: self._config.max_running]
+            self._batch, active = self.batcher.choose_all(self._running)
         else:
             ready = filter(self._may_admit, self._waiting.ready(self._config.max_running))
             self._batch, active = self.batcher.choose(self._running, ready, self._sequences.on_version)

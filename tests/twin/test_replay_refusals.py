@@ -218,3 +218,12 @@ def test_a_bad_line_of_a_workload_is_refused(profile: Path, workload: Path, line
     with workload.open("a") as file:
         file.write(line + "\n")
     assert says in error_of(twin("run", profile, workload))
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [("99999999TiB", "more than any host has"), ("1KiB", "hold no block of the KV cache")]
+)
+def test_swap_memory_that_cannot_be_is_refused(size: str, words: str, workload: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(profile, imagined_machine())
+    assert words in error_of(twin("run", profile, workload, "--kv-swap-memory", size))

@@ -29,10 +29,9 @@ _arrival = attrgetter("arrival")
 
 class Batcher:
     """The batches of one scheduler. `merged`: the adapter that is merged into a second set of weights, if the
-    policy `merges`.
-    `pauses`: whether running requests may be left out of a step; `displaces`: also for an older request that
-    waits. `now_s`: sum of the predicted seconds of all
-    steps so far; 0 with a policy that does not need it."""
+    policy `merges`. `pauses`: whether running requests may be left out of a step; `displaces`: also for an
+    older request that waits. `now_s`: sum of the predicted seconds of all steps so far; 0 with a policy that
+    does not need it."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
         assert costs is not None or not config.batching.needs_costs, f"{config.batching} decides by costs"
@@ -74,13 +73,23 @@ class Batcher:
         batch = self._policy.choose(self._view(requests, on_version))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL
+        return batch, self._take(batch, running, requests)
+
+    def choose_all(self, running: Sequence[RequestState]) -> tuple[StepBatch, list[RequestState]]:
+        """Return a batch of all running requests instead: those that the policy chose could not run."""
+        return ALL, self._take(ALL, running, running)
+
+    def _take(
+        self, batch: StepBatch, running: Sequence[RequestState], requests: Sequence[RequestState]
+    ) -> list[RequestState]:
+        """Count a batch, and return the running requests that it has. `requests`: what it was chosen from."""
         self._num_switches += batch.merged != self._last.merged
         self._num_merged_steps += batch.merged is not None
         self._last = batch
         chosen = set(batch.select(requests, self._config.max_running))
         active = [each for each in running if each in chosen]
         self._num_pauses += len(running) - len(active)
-        return batch, active
+        return active
 
     def step_decided(self, chunks: Sequence[Chunk], versions: Set[str | None]) -> None:
         """Record the step that was decided. `versions`: the adapters of its chunks, with None for the base
