@@ -193,7 +193,7 @@ def skew() -> dict[str, Any]:
     return {
         f"{costs}, {stride} functions each": compare(
             profile,
-            lambda seed, rate=rate, stride=stride: stream(seed, rate, _of_functions(stride), 400),  # type: ignore[misc]
+            lambda seed, rate=rate, stride=stride: stream(seed, rate, of_functions(stride), 400),  # type: ignore[misc]
             policies,
             num_adapters=8,
             ranks=(8,),
@@ -228,7 +228,7 @@ def hot() -> dict[str, Any]:
     }
 
 
-def _of_functions(stride: int) -> list[float]:
+def of_functions(stride: int) -> list[float]:
     """Return the adapters' shares: each has so many of MAF's functions, the most frequent ones first."""
     shares = zipf_shares(8 * stride, _MAF_SKEW).tolist()
     return [sum(shares[first : first + stride]) for first in range(0, 8 * stride, stride)]

@@ -1,4 +1,5 @@
-"""Check what a GPU computes: kernels, families, adapters, batches, long runs, bursts.
+"""Check what a GPU computes: kernels, families, adapters, batches, long runs, bursts, merged weights,
+swapped keys and values.
 
     python -m benchmarks.gpu_correctness                  # every section, six minutes on an H200
     python -m benchmarks.gpu_correctness kernels batch    # some of them
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 RESULTS: Final = Path(__file__).parent / "results"
 SECTIONS: Final = (
     "kernels", "families", "adapters", "batch", "graphs", "endurance", "burst", "cold", "bad_adapter",
-    "collective",
+    "collective", "merging", "swapping",
 )  # fmt: skip
 PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "peft", "numpy")
 

@@ -46,7 +46,7 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     # Costs that only twins and fleets use; no engine imports these modules.
     _ENGINE_COSTS: (
         "loraplex/perf",
-        ("named_profiles.py", "profile_figures.py", "serving_costs.py", "set_costs.py", "slot_profile.py"),
+        ("profile_figures.py", "serving_costs.py", "set_costs.py"),
     ),
     # A simulated fleet neither reads recorded runs nor depends on what commands do with its outcome.
     _FLEET_TWIN: (
@@ -94,8 +94,9 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "adapters": _engine_checks("adapters", "families"),
         **{
             name: _engine_checks(name)
-            for name in ("families", "batch", "graphs", "endurance", "burst", "bad_adapter")
+            for name in ("families", "batch", "graphs", "endurance", "burst", "bad_adapter", "swapping")
         },
+        "merging": _engine_checks("merging", "kernel_lora"),
         "*": _engine_checks("cold", engine=_TOKEN_ENGINE),
     },
     "gpu_engine.json": {
@@ -155,6 +156,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         )
     },
     "batching.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload", "benchmarks/batching.py")},
+    "gpu_batching.json": {"*": (*_TIMED_ENGINE, "benchmarks/batching.py", "benchmarks/gpu_batching.py")},
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

@@ -47,7 +47,7 @@ def lora_checks(shape_name: str, setting: Setting, tolerance: float) -> list[Che
     shape = replace(config_of_shape(shape_name).shape, num_layers=LAYER + 1)
     ranks = RANKS[:4] if setting.tiny else RANKS
     adapters = [
-        _adapter(shape, rank, targets, setting)
+        random_adapter(shape, rank, targets, setting)
         for index, rank in enumerate(ranks)
         for targets in dict.fromkeys((TARGETS[0], TARGETS[index % len(TARGETS)]))
     ]
@@ -89,7 +89,7 @@ def _tiny_cases() -> list[_Case]:
     ]
 
 
-def _adapter(shape: ModelShape, rank: int, targets: Sequence[str], setting: Setting) -> LoraWeights:
+def random_adapter(shape: ModelShape, rank: int, targets: Sequence[str], setting: Setting) -> LoraWeights:
     """Random weights in one layer, of a size at which the product is as large as the base's output."""
     groups: dict[str, LoraGroup] = {}
     for name, modules in GROUPS.items():

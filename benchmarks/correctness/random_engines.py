@@ -11,6 +11,7 @@ import torch
 from benchmarks.correctness.check import Setting
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs
+from loraplex.core.batching import Batching
 from loraplex.engine.core import Engine
 
 GPU_MEMORY_BYTES: Final = 32 << 30
@@ -24,8 +25,10 @@ def build(
     dtype: torch.dtype | None = None,
     *,
     distinct: bool = False,
+    batching: Batching = Batching.FCFS,
+    kv_swap_bytes: int = 0,
 ) -> Engine:
-    """`memory_bytes`: for adapters, and on a GPU for the KV cache too."""
+    """`memory_bytes`: for adapters, and on a GPU for the KV cache too. `kv_swap_bytes`: only on a GPU."""
     if memory_bytes is None and setting.device == "cuda":
         memory_bytes = GPU_MEMORY_BYTES
     return build_random_engine(
@@ -35,6 +38,8 @@ def build(
             dtype=dtype or setting.engine_dtype,
             memory_bytes=memory_bytes,
             distinct=distinct,
+            batching=batching,
+            kv_swap_bytes=kv_swap_bytes if setting.device == "cuda" else 0,
         )
     )
 

@@ -20,18 +20,26 @@ def measure_merges(
 ) -> Line | None:
     """Return the cost of merging by the bytes that are written, from merges of one adapter; None if the
     engine cannot merge it. The fastest of a few counts: pauses of the machine only add."""
+    seconds, num_bytes = merge_times(engine, version, vocab_size=vocab_size, repeats=repeats, report=report)
+    return Line(latency_s=0.0, unit_s=min(seconds) / num_bytes) if seconds else None
+
+
+def merge_times(
+    engine: Engine, version: str, *, vocab_size: int, repeats: int, report: Report
+) -> tuple[list[float], int]:
+    """Return the seconds of merges of one adapter, until the next step may run, and the bytes that each
+    writes; none if the engine cannot merge it. A first merge is not counted."""
+    seconds, num_bytes = list[float](), 0
     with _request_on(engine, version, vocab_size):
-        best_s, num_bytes = float("inf"), None
         for number in range(repeats + 1):
             begin_s = _now_s()
-            num_bytes = engine.merge_once(version)
-            if num_bytes is None:
-                return None
-            if number > 0:
-                best_s = min(best_s, _now_s() - begin_s)
+            written = engine.merge_once(version)
+            if written is None:
+                return [], 0
+            seconds.append(_now_s() - begin_s)
+            num_bytes = written
             report(number / repeats)
-    assert num_bytes is not None
-    return Line(latency_s=0.0, unit_s=best_s / num_bytes)
+    return seconds[1:], num_bytes
 
 
 def _now_s() -> float:

@@ -16,6 +16,7 @@ import torch
 
 from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec, LoraModule
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.modules import module_names
@@ -55,7 +56,8 @@ class RandomEngineOptions:
     `serve`, not plain torch. `from_files`: adapters are read from their files. `cpu_workers`: processes that
     compute LoRA beside a GPU; each adapter then has host memory of its own. `max_copy_bytes_per_s`: slow
     copies to a GPU down to this rate. `runs_ahead`: on a CPU, launch the next step before collecting the
-    last, as a GPU does; this gains nothing there.
+    last, as a GPU does; this gains nothing there. `batching`, `max_running`: as in `SchedulerConfig`, and
+    `kv_swap_bytes`: host memory for keys and values; on a GPU.
     """
 
     shape: str
@@ -71,6 +73,9 @@ class RandomEngineOptions:
     cpu_workers: int | None = None
     max_copy_bytes_per_s: float | None = None
     runs_ahead: bool = False
+    batching: Batching = Batching.FCFS
+    max_running: int = 256
+    kv_swap_bytes: int = 0
 
 
 def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
@@ -96,6 +101,9 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             cold_start=options.cold_start,
             cpu_workers=options.cpu_workers,
             max_copy_bytes_per_s=options.max_copy_bytes_per_s,
+            batching=options.batching,
+            max_running=options.max_running,
+            kv_swap_bytes=options.kv_swap_bytes,
         )
         if options.from_files:
             return build_cuda_core(config, weights, cuda_options)
@@ -109,7 +117,10 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
     kernels = choose_kernels(config, options.dtype) if options.compiled else TorchKernels()
     return Engine(
         config=SchedulerConfig(
-            max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)
+            max_model_len=shape.max_position,
+            work=StepWork(max_tokens=options.max_step_tokens),
+            batching=options.batching,
+            max_running=options.max_running,
         ),
         memory=SeparateMemory(
             num_blocks=_CPU_BLOCKS,

@@ -12,6 +12,7 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.machine import cpu_model, num_cores
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.named_profiles import profile_of
 from loraplex.perf.profile_json import ProfileError, read_profile
 from loraplex.perf.subject import Subject, machine_name, shape_key
 
@@ -32,8 +33,8 @@ def subject_of(shape: ModelShape, device: str, dtype: torch.dtype) -> Subject:
 
 
 def known_costs(shape: ModelShape, device: str, dtype: torch.dtype) -> CostModel:
-    """Return the costs that `loraplex profile` measured for this engine, or default guesses without a
-    profile."""
+    """Return the costs that `loraplex profile` measured for this engine; without a profile, those of the
+    package if they were measured on such a machine, or else default guesses."""
     subject = subject_of(shape, device, dtype)
     path = profile_path(subject)
     if path.exists():
@@ -41,6 +42,9 @@ def known_costs(shape: ModelShape, device: str, dtype: torch.dtype) -> CostModel
             return read_profile(path, subject)
         except ProfileError as error:
             logger.warning("%s", error)
+    shipped = profile_of(subject)
+    if shipped is not None:
+        return shipped
     return default_cost_model(subject, shape, num_cores=num_cores())
 
 

@@ -15,6 +15,7 @@ from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.profile_json import ProfileError, read_profile
 from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
+from loraplex.perf.subject import Subject
 
 Profile = SlotProfile | CostModel
 PADDED: Final = "-padded"
@@ -47,6 +48,13 @@ def named_profiles() -> dict[str, Profile]:
         if isinstance(profile, CostModel):
             found[name + PADDED] = with_padded_kernels(profile)
     return found
+
+
+def profile_of(subject: Subject) -> CostModel | None:
+    """Return the profile of the package that was measured on such an engine and machine; None if there is
+    none."""
+    found = (each for each in named_profiles().values() if isinstance(each, CostModel))
+    return next((each for each in found if each.subject == subject), None)
 
 
 def model_of(profile: Profile) -> str:

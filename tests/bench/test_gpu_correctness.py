@@ -24,7 +24,7 @@ TOLERANCE = kernels.TOLERANCE[TINY.kernel_dtype]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["batch", "burst", "cold", "endurance", "graphs"])
+@pytest.mark.parametrize("name", ["batch", "burst", "cold", "endurance", "graphs", "merging", "swapping"])
 def test_sections_without_a_checkpoint_pass(name: str) -> None:
     found = gpu_correctness.run_section(name, tiny=True)
     assert found["passed"], [check for check in found["checks"] if not check["passed"]]

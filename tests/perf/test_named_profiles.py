@@ -9,7 +9,7 @@ import pytest
 from cost_models import SUBJECT, h200_model
 
 from loraplex.perf.cost_model import CostModel, KernelKind
-from loraplex.perf.named_profiles import find_profile, model_of, named_profiles
+from loraplex.perf.named_profiles import find_profile, model_of, named_profiles, profile_of
 from loraplex.perf.profile_figures import BATCHES, CONTEXT, RANK, figures_of
 from loraplex.perf.profile_json import ProfileError, write_profile
 from loraplex.perf.slot_profile import SlotProfile
@@ -42,6 +42,13 @@ def test_each_of_our_own_engine_has_a_padded_twin_and_no_other() -> None:
         assert padded.kernels is KernelKind.PADDED
         assert replace(padded, kernels=KernelKind.RANK) == ours[name]
     assert not any(name.endswith("-padded") for name in NAMED.keys() - ours.keys())
+
+
+def test_a_machine_like_the_one_of_a_profile_has_its_costs() -> None:
+    ours = NAMED[OURS]
+    assert isinstance(ours, CostModel)
+    assert profile_of(ours.subject) == ours
+    assert profile_of(replace(ours.subject, machine="NVIDIA H200, 8 cores of another CPU")) is None
 
 
 def test_a_file_wins_over_a_name_and_a_folder_does_not(

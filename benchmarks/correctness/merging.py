@@ -1,0 +1,165 @@
+"""Section `merging`: weights with an adapter merged in.
+
+Merged weights are compared with float64; texts of merged steps with those of unmerged ones, in float32 and by
+graphs as a server's; and after a thousand switches, every log-probability must be the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+import torch
+
+from benchmarks.correctness.check import Check, Setting, holds, within
+from benchmarks.correctness.comparing import FLOAT32_MARGIN, NUM_TOP, text_and_logprob_checks
+from benchmarks.correctness.driving import Answer, answers, bring_in, greedy_request, random_prompt
+from benchmarks.correctness.kernel_lora import LAYER, RANKS, TARGETS, random_adapter
+from benchmarks.correctness.random_engines import build, distinct_specs
+from benchmarks.device_memory import release
+from loraplex.adapters.merged_layout import group_size
+from loraplex.core.batching import Batching
+from loraplex.core.request import EngineRequest
+from loraplex.core.shape import ModelShape
+from loraplex.engine.core import Engine
+from loraplex.kernels.lora import LoraWeights
+from loraplex.kernels.triton.triton_kernels import TritonKernels
+from loraplex.model.shapes import config_of_shape
+
+KINDS: Final = ("q,k,v", "gate,up,down", "all")
+SWITCHES: Final = 1000
+_PROMPT_TOKENS: Final = 12
+"""Fewer than a block has: the prefix cache never answers, so that a request is computed alike every time."""
+_SUM_ERROR: Final = 2e-6
+"""What float32 sums of large numbers lose, over the largest result."""
+
+
+def merging(setting: Setting) -> list[Check]:
+    return [*_weights(setting), *_texts(setting), *_switches(setting)]
+
+
+def _weights(setting: Setting) -> list[Check]:
+    """Merged weights of one layer against float64: rounded once, which moves a value by half a unit in its
+    last place."""
+    shape = replace(config_of_shape("tiny" if setting.tiny else "llama-3-8b").shape, num_layers=LAYER + 1)
+    kernels = TritonKernels(shape, setting.torch_device)
+    ranks = RANKS[:3] if setting.tiny else RANKS
+    return [
+        _weight_check(kernels, shape, random_adapter(shape, rank, targets, setting), rank, setting)
+        for rank, targets in zip(ranks, TARGETS * 2, strict=False)
+    ]
+
+
+def _weight_check(
+    kernels: TritonKernels, shape: ModelShape, weights: LoraWeights, rank: int, setting: Setting
+) -> Check:
+    dtype, worst = setting.kernel_dtype, 0.0
+    for group in weights.touched:
+        weight_OI = torch.randn(group_size(group, shape), device=setting.torch_device).to(dtype)
+        before_OI = weight_OI.clone()
+        linear = kernels.pack_linear(weight_OI, None)
+        merged_OI = kernels.merge_linear(linear, LAYER, group, weights).weight()
+        if not torch.equal(weight_OI, before_OI):
+            return holds(f"weights, rank {rank}", "the base model's are as before", False)
+        expected_OI, lora = before_OI.double(), weights.groups[LAYER][group]
+        for part in lora.parts:
+            a_RI = lora.a_RI[part.rank_start : part.rank_end].double()
+            expected_OI[part.out_start : part.out_end] += part.scale * (part.b_t_RO.double().t() @ a_RI)
+        unit = torch.finfo(dtype).eps * expected_OI.abs() + _SUM_ERROR * expected_OI.abs().max()
+        worst = max(worst, float(((merged_OI.double() - expected_OI).abs() / unit).nan_to_num(nan=9e9).max()))
+    return within(
+        f"weights, rank {rank}",
+        f"every weight of {', '.join(sorted(weights.touched))} with float64, in units of the last place",
+        worst,
+        0.51 if setting.device == "cuda" else 1.0,  # the interpreter rounds down
+    )
+
+
+def _texts(setting: Setting) -> list[Check]:
+    unmerged, _ = _answers(setting, Batching.FCFS)
+    merged, num_merged_steps = _answers(setting, Batching.MERGED)
+    return [
+        *text_and_logprob_checks(
+            "float32",
+            "on merged weights with those of unmerged steps",
+            plain=merged,
+            scored=merged,
+            expected=unmerged,
+            margin=FLOAT32_MARGIN,
+        ),
+        holds("merged steps", "there were some", num_merged_steps > 0, steps=num_merged_steps),
+    ]
+
+
+def _answers(setting: Setting, batching: Batching) -> tuple[dict[str, Answer], int]:
+    """Return the answers of all requests at once, and the number of merged steps."""
+    engine = build(setting.large_shape, setting, dtype=torch.float32, batching=batching)
+    versions = _register(engine, setting)
+    found = answers(engine, [_request(version, index, setting) for version in versions for index in range(5)])
+    num_merged_steps = engine.stats().num_merged_steps
+    engine.close()
+    del engine
+    release()
+    return found, num_merged_steps
+
+
+def _switches(setting: Setting) -> list[Check]:
+    """Switch to and fro, on one engine, with requests of two tokens: a request that finds the engine idle
+    begins unmerged. Some are for the base model."""
+    engine = build(setting.large_shape, setting, batching=Batching.MERGED)
+    versions = _register(engine, setting)
+    bring_in(engine, versions)
+    lanes = [*versions, None]
+    at_first = [_alone(engine, version, setting) for version in lanes]
+    random, num_switches = Random(0), 20 if setting.tiny else SWITCHES
+    before = engine.stats().num_switches
+    while engine.stats().num_switches - before < num_switches:
+        _alone(engine, random.choice(lanes), setting, num_tokens=2)
+    at_last = [_alone(engine, version, setting) for version in lanes]
+    stats = engine.stats()
+    engine.close()
+    del engine
+    release()
+    return [
+        holds(
+            f"{num_switches} switches",
+            "tokens and log-probabilities of every adapter and of the base model before and after them, to "
+            "the last bit",
+            at_first == at_last,
+            switches=stats.num_switches,
+            merges=stats.num_merges,
+        )
+    ]
+
+
+def _register(engine: Engine, setting: Setting) -> list[str]:
+    versions = []
+    for kind in KINDS:
+        specs = distinct_specs(kind, setting.large_shape, num_adapters=2, ranks=(8, 64), modules=kind)
+        for spec in specs:
+            engine.add_adapter(spec)
+        versions += [spec.version for spec in specs]
+    return versions
+
+
+def _alone(
+    engine: Engine, version: str | None, setting: Setting, num_tokens: int | None = None
+) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    """Return each token of a request alone, with its log-probability and the likeliest ones."""
+    request = _request(version, 0, setting, num_tokens)
+    (answer,) = answers(engine, [request]).values()
+    return [(at.token_id, at.logprob, tuple(at.top)) for at in answer.logprobs]
+
+
+def _request(
+    version: str | None, index: int, setting: Setting, num_tokens: int | None = None
+) -> EngineRequest:
+    vocab_size = config_of_shape(setting.large_shape).shape.vocab_size
+    return greedy_request(
+        f"{index}-{version or 'base'}",
+        random_prompt(_PROMPT_TOKENS if index == 0 else 3 + 41 * index % 120, vocab_size, seed=index),
+        num_tokens or (4 if setting.tiny else 12),
+        version,
+        logprobs=NUM_TOP,
+    )
