@@ -46,7 +46,7 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     # Costs that only twins and fleets use; no engine imports these modules.
     _ENGINE_COSTS: (
         "loraplex/perf",
-        ("profile_figures.py", "serving_costs.py", "set_costs.py"),
+        ("profile_figures.py", "set_costs.py"),
     ),
     # A simulated fleet neither reads recorded runs nor depends on what commands do with its outcome.
     _FLEET_TWIN: (
