@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Final
 
+from loraplex.scheduling import admission
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.waiting_queue import WaitingQueue
@@ -183,11 +184,16 @@ class WholeAnswer(Admission):
 class TrialScheduler(TwinScheduler):
     """The twin's scheduler with another order of requests, or another rule of admission."""
 
-    admission: Admission = Admission()
-
-    def queue_by(self, order: Callable[[AdapterTable], Order]) -> None:
-        """Before any request came."""
-        self._waiting = OrderedQueue(order(self._table))
+    def admit_by(self, order: Callable[[AdapterTable], Order] | None, rule: Admission | None) -> None:
+        """Before any request came. None: as shipped."""
+        if order is not None:
+            self._waiting = self._queues.waiting = OrderedQueue(order(self._table))
+        trial = _TrialAdmission(
+            *(self._config, self._memory, self.batcher, self.adapters),
+            *(self._queues, self._pressure, self._swapping),
+        )
+        trial.rule, trial.scheduler = rule or Admission(), self
+        self._admission = trial
 
     def blocks_for(self, num_tokens: int) -> int:
         return self._pool.blocks_for(num_tokens)
@@ -195,8 +201,13 @@ class TrialScheduler(TwinScheduler):
     def blocks_ahead(self, request: RequestState) -> int:
         return blocks_ahead(request, self._pool, self._config.max_model_len)
 
+
+class _TrialAdmission(admission.Admission):
+    rule: Admission
+    scheduler: TrialScheduler
+
     def _start(self, sequence: RequestState, budget: float, num_promised: int) -> int:
-        num_promised = self.admission.promised(sequence, self._running, num_promised, self)
+        num_promised = self.rule.promised(sequence, self._running, num_promised, self.scheduler)
         return super()._start(sequence, budget, num_promised)
 
 

@@ -77,10 +77,7 @@ class TrialSimulator(AheadSimulator):
     def _schedule_by(self, candidate: Candidate, options: dict[str, Any]) -> None:
         kind = TrialScheduler if self._memory.pool.keeps_contents else QuickTrialScheduler
         scheduler = kind(options["config"], self._memory, options["costs"], self._times.adapter_weight)
-        if candidate.queue is not None:
-            scheduler.queue_by(candidate.queue)
-        if candidate.admission is not None:
-            scheduler.admission = candidate.admission
+        scheduler.admit_by(candidate.queue, candidate.admission)
         self.scheduler = scheduler
 
     def _take(self, request: EngineRequest) -> None:

@@ -27,7 +27,8 @@ class Merging:
     def __post_init__(self) -> None:
         scheduler = self.engine._scheduler
         config = replace(scheduler._config, batching=Batching.FCFS)
-        scheduler.batcher = Batcher(config, self.engine._memory, None)
+        # In place: the scheduler's parts share it.
+        vars(scheduler.batcher).update(vars(Batcher(config, self.engine._memory, None)))
         schedule = scheduler.schedule
         scheduler.schedule = lambda: self._change(schedule)  # type: ignore[method-assign]
 

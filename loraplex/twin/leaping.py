@@ -76,7 +76,7 @@ class LeapingScheduler(Scheduler):
         if not ended:
             return []
         for sequence in ended:
-            self._publish(sequence, sequence.num_computed)
+            self._queues.publish(sequence, sequence.num_computed)
         return [self._accept(sequence, ANY_TOKEN) for sequence in ended]
 
     def _can_leap(self) -> bool:
@@ -86,12 +86,12 @@ class LeapingScheduler(Scheduler):
             return False
         # Waiting requests that did not fit a step of decodes do not fit before one of these ends.
         shares = self._memory.shared or self._config.work.position_cost > 0
-        return (self._is_settled and not shares) or self._pins.only_reads(self._waiting)
+        return (self._queues.is_settled and not shares) or self._pins.only_reads(self._waiting)
 
     def _all_is_quiet(self, *, under_way: bool = False) -> bool:
         """Return whether nothing is pending except the work of requests. `under_way`: allow steps in
         flight."""
-        if (self._under_way and not under_way) or self._failures or self._config.loads_popular:
+        if (self._under_way and not under_way) or self._queues.failures or self._config.loads_popular:
             return False
         if self.batcher.pauses:
             return False  # the requests of the next step have to be chosen
@@ -121,9 +121,11 @@ class LeapingScheduler(Scheduler):
             return None
         chunks: list[Chunk] = []
         first = len(self._running)
-        self._bring_in()
+        self._admission.bring_in()
         # The budget was found to be enough for all of them.
-        self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])), [])
+        self._admission.admit(
+            chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])), []
+        )
         assert not waiting.has_candidates, "whoever does not wait for a read was found to have a place"
         self._joining = list(zip(self._running[first:], chunks, strict=True))
         return chunks
@@ -135,7 +137,7 @@ class LeapingScheduler(Scheduler):
         updates = self.leap(1) if len(group) > 0 else []
         for sequence, chunk in joining:
             sequence.num_computed = chunk.end
-            self._publish(sequence, chunk.end)
+            self._queues.publish(sequence, chunk.end)
             update = self._accept(sequence, ANY_TOKEN)
             updates.append(update)
             if update.finish_reason is None:
@@ -152,7 +154,7 @@ class LeapingScheduler(Scheduler):
             return None
         for request in requests:
             self.add(request)
-        self._bring_in()
+        self._admission.bring_in()
         return self._pins.reads.take()
 
     def may_load_beside(self, version: str, step_s: float, due: Sequence[EngineRequest]) -> bool:
@@ -188,7 +190,7 @@ class LeapingScheduler(Scheduler):
         self.adapter_read(version)
         for request in due:
             self.add(request)
-        self._bring_in()
+        self._admission.bring_in()
         loads = self._pins.take_loads()
         assert [load.version for load in loads] == [version], "there was room for it"
         self.adapter_loaded(version)
@@ -253,7 +255,7 @@ class LeapingScheduler(Scheduler):
             return
         self._group.settle(ANY_TOKEN)
         for sequence in self._running:
-            self._publish(sequence, sequence.num_computed)
+            self._queues.publish(sequence, sequence.num_computed)
         self._group = None
 
     # ---- methods that use requests' individual state

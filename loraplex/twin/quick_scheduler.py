@@ -99,13 +99,13 @@ class QuickScheduler(TwinScheduler):
         preempted: list[RequestState] = []
         num_running = len(self._running)
         step, budget = self._step_of_running(self._choose_batch(), preempted)
-        self._bring_in()
+        self._admission.bring_in()
         if not preempted:
             self._admit_to(step, budget, preempted)
             self._fail_without_room()
-        self._is_stuck = bool(self._paused) and not step and not preempted and not self._sampling
+        self._is_stuck = bool(self._queues.paused) and not step and not preempted and not self._sampling
         all_decode = not preempted and len(self._running) == num_running == len(step)
-        self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
+        self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan_of(step, preempted)
 
     def land(self, plan: StepPlan) -> Landing:
@@ -150,7 +150,7 @@ class QuickScheduler(TwinScheduler):
             if num_unknown and _has_all(sequence, length, limit):
                 continue
             if length - start == 1:
-                if length > len(sequence.block_ids) * block_size and not self._grow(
+                if length > len(sequence.block_ids) * block_size and not self._pressure.grow(
                     sequence, length, preempted
                 ):
                     continue
@@ -164,7 +164,9 @@ class QuickScheduler(TwinScheduler):
             if num_tokens == 0:
                 continue
             end = start + num_tokens
-            if end > len(sequence.block_ids) * block_size and not self._grow(sequence, end, preempted):
+            if end > len(sequence.block_ids) * block_size and not self._pressure.grow(
+                sequence, end, preempted
+            ):
                 continue
             self._count_on(step, sequence, sequence.next_chunk(num_tokens))
             budget -= work.cost(start, num_tokens)
@@ -175,7 +177,7 @@ class QuickScheduler(TwinScheduler):
         # Whether a request may join while its adapter loads depends on all that the step computes.
         chunks = [*step] if self._table.serving.num_loading > 0 else []
         num_known = len(chunks)
-        self._admit(chunks, budget, preempted)
+        self._admission.admit(chunks, budget, preempted)
         num_admitted = len(chunks) - num_known
         admitted = self._running[len(self._running) - num_admitted :]
         for sequence, chunk in zip(admitted, chunks[num_known:], strict=True):

@@ -29,13 +29,14 @@ class TwinScheduler(LeapingScheduler):
         """Yield the requests that get a token from the oldest step in flight, after publishing their
         blocks."""
         publishes, find = self._pool.keeps_contents, self._sequences.get
+        publish = self._queues.publish
         for chunk, (sequence, num_resets, samples) in zip(
             plan.chunks, self._under_way.popleft(), strict=True
         ):
             if find(sequence.request_id) is not sequence:
                 continue
             if publishes and sequence.num_resets == num_resets:
-                self._publish(sequence, chunk.end)
+                publish(sequence, chunk.end)
             if samples:
                 yield sequence
 

@@ -15,9 +15,11 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.adapter_pins import AdapterPins
+from loraplex.scheduling.admission import Admission
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
+from loraplex.scheduling.memory_pressure import MemoryPressure
 from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.scheduler import Scheduler
@@ -96,16 +98,8 @@ class PlainPins(AdapterPins):
         return not table.can_load(version) and (table.host.num_loading >= 2 or version in table.host.loading)
 
 
-class PlainScheduler(Scheduler):
-    def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
-        super().__init__(config, memory)
-        self._waiting = PlainQueue()
-        self._pins = self.adapters.pins = PlainPins(
-            memory, prefetch_depth=config.prefetch_depth, step_tokens=config.work.max_tokens
-        )
-        self.adapters.choose_cold_start(config.cold_start)
-
-    def _admit(self, chunks: list[Chunk], budget: float, preempted: list[RequestState]) -> None:
+class PlainAdmission(Admission):
+    def admit(self, chunks: list[Chunk], budget: float, preempted: list[RequestState]) -> None:
         waiting = self._waiting.requests  # type: ignore[attr-defined]
         passed_over: list[RequestState] = []
         self._pins.short = None
@@ -116,7 +110,7 @@ class PlainScheduler(Scheduler):
                 if self._memory.shared and sequence is self._pins.refused:
                     break
                 continue
-            if self._pins.is_arriving(sequence) and not self.adapters.may_join(sequence, chunks):
+            if self._pins.is_arriving(sequence) and not self._adapters.may_join(sequence, chunks):
                 passed_over.append(sequence)
                 continue
             if not self._slots.has_room_for(sequence.adapter):
@@ -128,11 +122,24 @@ class PlainScheduler(Scheduler):
                 passed_over.append(sequence)
                 self._pins.short = sequence
                 break
-            self._running.append(sequence)
-            self._slots.enter(sequence.adapter)
+            self._queues.run(sequence)
             chunks.append(sequence.next_chunk(num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         waiting.extendleft(reversed(passed_over))
+
+
+class PlainScheduler(Scheduler):
+    def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
+        super().__init__(config, memory)
+        self._waiting = self._queues.waiting = PlainQueue()
+        self._pins = self.adapters.pins = PlainPins(
+            memory, prefetch_depth=config.prefetch_depth, step_tokens=config.work.max_tokens
+        )
+        self.adapters.choose_cold_start(config.cold_start)
+        self._pressure = MemoryPressure(memory, self.batcher, self._pins, self._queues, None)
+        self._admission = PlainAdmission(
+            config, memory, self.batcher, self.adapters, self._queues, self._pressure, None
+        )
 
 
 # ---- both of them under the same traffic

@@ -29,9 +29,9 @@ _arrival = attrgetter("arrival")
 
 class Batcher:
     """The batches of one scheduler. `merged`: the adapter that is merged into a second set of weights, if the
-    policy `merges`. `pauses`: whether running requests may be left out of a step; `displaces`: also for an
-    older request that waits. `now_s`: sum of the predicted seconds of all steps so far; 0 with a policy that
-    does not need it."""
+    policy `merges`. `batch`: the requests that the step being decided may have. `pauses`: whether running
+    requests may be left out of a step; `displaces`: also for an older request that waits. `now_s`: sum of the
+    predicted seconds of all steps so far; 0 with a policy that does not need it."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
         assert costs is not None or not config.batching.needs_costs, f"{config.batching} decides by costs"
@@ -45,7 +45,7 @@ class Batcher:
         self.displaces = self._policy is not None and self._policy.displaces
         self.now_s = 0.0
         self._keeps_time = config.batching.needs_costs
-        self._last: StepBatch = ALL
+        self.batch: StepBatch = ALL
         self._num_switches = 0
         self._num_merged_steps = 0
         self._num_pauses = 0
@@ -62,30 +62,31 @@ class Batcher:
         running: Sequence[RequestState],
         ready: Iterable[RequestState],
         on_version: Callable[[str], Sequence[RequestState]],
-    ) -> tuple[StepBatch, list[RequestState]]:
-        """Return the batch of the next step, and the running requests that it has. `ready`: waiting requests
-        that could be admitted, in order. `on_version`: returns all requests on a version, oldest first."""
+    ) -> list[RequestState]:
+        """Choose the batch of the next step, and return the running requests that it has. `ready`: waiting
+        requests that could be admitted, in order. `on_version`: returns all requests on a version, oldest
+        first."""
         if self._policy is None:
-            return ALL, list(running)
+            return list(running)
         requests = [*running, *ready]
         if self.displaces:
             requests.sort(key=_arrival)
         batch = self._policy.choose(self._view(requests, on_version))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL
-        return batch, self._take(batch, running, requests)
+        return self._take(batch, running, requests)
 
-    def choose_all(self, running: Sequence[RequestState]) -> tuple[StepBatch, list[RequestState]]:
-        """Return a batch of all running requests instead: those that the policy chose could not run."""
-        return ALL, self._take(ALL, running, running)
+    def choose_all(self, running: Sequence[RequestState]) -> list[RequestState]:
+        """Choose a batch of all running requests instead: those that the policy chose could not run."""
+        return self._take(ALL, running, running)
 
     def _take(
         self, batch: StepBatch, running: Sequence[RequestState], requests: Sequence[RequestState]
     ) -> list[RequestState]:
         """Count a batch, and return the running requests that it has. `requests`: what it was chosen from."""
-        self._num_switches += batch.merged != self._last.merged
+        self._num_switches += batch.merged != self.batch.merged
         self._num_merged_steps += batch.merged is not None
-        self._last = batch
+        self.batch = batch
         chosen = set(batch.select(requests, self._config.max_running))
         active = [each for each in running if each in chosen]
         self._num_pauses += len(running) - len(active)
@@ -94,7 +95,7 @@ class Batcher:
     def step_decided(self, chunks: Sequence[Chunk], versions: Set[str | None]) -> None:
         """Record the step that was decided. `versions`: the adapters of its chunks, with None for the base
         model."""
-        is_merged = self._last.merged is not None
+        is_merged = self.batch.merged is not None
         self._num_adapters += 0 if is_merged else len(versions) - (None in versions)
         if self._keeps_time:
             merge_s = self._model.merge_s(self.merged.bytes_to_write)

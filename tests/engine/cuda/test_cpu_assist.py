@@ -330,7 +330,7 @@ def test_what_workers_have_no_time_for_is_done_on_the_device(
 def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
     assisted: Engine, submissions: Submissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, is_over = assisted._executor._assisted_steps, False  # type: ignore[attr-defined]
+    steps, is_over = assisted._executor._arrivals._assisted_steps, False  # type: ignore[attr-defined]
     monkeypatch.setattr(
         Moment,
         "passed",

@@ -9,7 +9,7 @@ import pytest
 from cuda_engines import greedy, interpreted
 from driving import run_to_end
 
-from loraplex.engine.cuda.executor import CudaFlight
+from loraplex.engine.cuda.flight import CudaFlight
 from loraplex.engine.executor import StepResult
 from loraplex.perf.cost_model import CostKind
 from loraplex.perf.drift import DriftWatch

@@ -1,0 +1,47 @@
+"""A step in flight on a CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.core.request import TokenLogprob
+from loraplex.engine.cuda.cpu_assist import CpuAssist
+from loraplex.engine.cuda.streams import Moment
+from loraplex.engine.executor import StepResult
+from loraplex.engine.sampler import not_finite
+from loraplex.scheduling.plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaFlight:
+    """A step in flight: its (token, finite) pairs are being copied to the host. `begun`: the moment from
+    which the device could compute it, which is not before the end of the step before."""
+
+    plan: StepPlan
+    dtype: torch.dtype
+    request_ids: tuple[str, ...]
+    tokens_L2: torch.Tensor
+    begun: Moment
+    done: Moment
+    runs_ahead: bool
+    logprobs: dict[str, TokenLogprob]
+    prompt_logprobs: dict[str, list[TokenLogprob]]
+    assist: CpuAssist | None = None
+
+    def land(self) -> StepResult:
+        self.done.wait()
+        if self.assist is not None:
+            self.assist.check()
+        result = StepResult(
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            device_s=self.done.seconds_since(self.begun),
+        )
+        for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
+            if finite:
+                result.tokens[request_id] = token
+            else:
+                result.failures[request_id] = not_finite(self.plan, request_id, self.dtype)
+        return result
