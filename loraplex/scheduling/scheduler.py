@@ -263,6 +263,8 @@ class Scheduler:
         if self._is_stuck:  # nothing that the policy chose could run: let all go on for a step
             active = self.batcher.choose_all(self._running)
         else:
+            if not self._running:  # no request needs memory first: those that arrived may run merged
+                self._admission.bring_in()
             active = self.batcher.choose(self._running, self._admission.ready(), self._sequences.on_version)
             self._pin_merged()
         self.follow_moves()  # merged weights may have needed the place of blocks

@@ -216,6 +216,17 @@ def test_merged_only_runs_the_adapter_of_the_oldest_request_alone() -> None:
     bench.check_nothing_is_left()
 
 
+def test_a_request_that_finds_the_engine_idle_runs_on_what_is_merged_at_once() -> None:
+    bench = Bench(2, Batching.MERGED, shared=False)
+    for _ in range(2):
+        bench.add("a")
+        bench.run_all()
+    bench.add("a")
+    assert bench.step().merged == "a"
+    bench.run_all()
+    assert bench.scheduler.stats(0).num_merges == 1
+
+
 def test_a_paused_request_keeps_its_keys_and_values_and_goes_on() -> None:
     bench = Bench(5, Batching.MERGED, shared=False)
     bench.ahead = 0
