@@ -86,6 +86,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             "loraplex/core",
             "loraplex/kernels",
             "loraplex/engine/cuda/device_sampler.py",
+            "loraplex/engine/cuda/small_copies.py",
             "loraplex/engine/draws.py",
             *(f"{_CHECKS}/{name}.py" for name in ("kernels", "kernel_attention", "kernel_batch")),
             *(f"{_CHECKS}/{name}.py" for name in ("kernel_lora", "kernel_rows", "check")),

@@ -14,6 +14,7 @@ from benchmarks.correctness.kernel_batch import BLOCK_SIZE, kernel_batch
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.cuda.device_sampler import draw_tokens
+from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.draws import gumbel_noise, noise_key
 from loraplex.engine.sampler import SamplingState
 from loraplex.kernels.reference import TorchKernels
@@ -185,7 +186,7 @@ def _drawn(vocab_size: int, setting: Setting) -> Check:
     states = [_state(seed=seed, **SAMPLING[seed % len(SAMPLING)]) for seed in range(num_rows)]
     for index, state in enumerate(states):
         state.num_output = index % 3
-    drawn = draw_tokens(logits, states).tolist()
+    drawn = draw_tokens(logits, states, SmallCopies(setting.torch_device)).tolist()
     rows = zip(logits.double().cpu(), states, drawn, strict=True)
     worst = max(_draw_error(logits_V, state, token) for logits_V, state, token in rows)
     return within(

@@ -14,6 +14,7 @@ import torch
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.draws import gumbel_noise, noise_key
 from loraplex.engine.sampler import SamplingState
 
@@ -29,7 +30,9 @@ def stays_on_device(state: SamplingState) -> bool:
     )
 
 
-def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+def draw_tokens(
+    logits_LV: torch.Tensor, states: Sequence[SamplingState], copies: SmallCopies
+) -> torch.Tensor:
     """Draw one token for each row; not for greedy requests."""
     controls = torch.tensor(
         [
@@ -39,10 +42,7 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
         ],
         dtype=torch.float64,
     )
-    if logits_LV.is_cuda:
-        controls = controls.pin_memory()
-    controls = controls.to(logits_LV.device, non_blocking=True)
-    temperature, min_p, top_k, top_p, *keys = controls[:, :, None].unbind(dim=1)
+    temperature, min_p, top_k, top_p, *keys = copies.to_device(controls)[:, :, None].unbind(dim=1)
     key = tuple(each.to(torch.int32) for each in keys)  # exact: float64 holds 32 bits
     scaled_LV = logits_LV.float() / temperature.float()
     floor = scaled_LV.amax(dim=-1, keepdim=True) + min_p.log().float()  # min_p 0: minus infinity
@@ -61,12 +61,15 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
 
 
 def draw_once(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Draw tokens and discard them: the device loads each of torch's kernels at its first use, which must not
-    happen in the step of a request."""
+    """Draw tokens and discard them: the device loads each kernel at its first use, which must not happen in
+    the step of a request."""
+    copies = SmallCopies(device)
     for num_rows, top_p in itertools.product((1, 2), (0.9, 1.0)):
         params = SamplingParams(temperature=1.0, top_p=top_p, max_tokens=1)
         state = SamplingState(EngineRequest(request_id="", prompt_token_ids=[0], params=params))
         rows_L = torch.arange(num_rows, device=device)
         logits_LV = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)[rows_L]
-        tokens_L = draw_tokens(logits_LV, [state] * num_rows)
-        torch.zeros_like(tokens_L).index_copy_(0, rows_L, tokens_L)[rows_L].cpu()
+        tokens_L = draw_tokens(logits_LV, [state] * num_rows, copies)
+        tokens_L = torch.zeros_like(tokens_L).index_copy_(0, rows_L, tokens_L)[rows_L]
+        for found in (tokens_L, logits_LV):
+            copies.to_host_now(found)

@@ -31,8 +31,8 @@ from loraplex.engine.cuda.flight import CudaFlight
 from loraplex.engine.cuda.kv_swap import KVSwap
 from loraplex.engine.cuda.merge_buffer import MergeBuffer
 from loraplex.engine.cuda.seats import Seats
+from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.cuda.step_buffers import HostBlock
-from loraplex.engine.cuda.step_lora import to_device
 from loraplex.engine.cuda.step_runner import StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.cuda.token_choice import TokenChoice
@@ -83,13 +83,14 @@ class CudaExecutor:
         self._kv_swap = kv_swap
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals = Arrivals(store, self._adapters, device)
-        self._host_blocks_in_use: deque[tuple[Moment, HostBlock]] = (
+        self._small_copies = SmallCopies(device)
+        self._in_use: deque[tuple[Moment, HostBlock, list[torch.Tensor]]] = (
             deque()
-        )  # each is kept until the step that fetches it is over
+        )  # host memory, kept until the step whose kernels read or write it is over
         self._last_moves = Moment(device)  # after the arena's initial fill
         self._has_drawn = False
         self._seats = Seats(num_seats)
-        self._tokens = TokenChoice(runner.last_tokens, self._seats)
+        self._tokens = TokenChoice(runner.last_tokens, self._seats, self._small_copies)
 
     # ---- requests and adapters
 
@@ -263,15 +264,15 @@ class CudaExecutor:
         self._store.close(frees_memory=not self._adapters.is_reading)
 
     def _finish_steps(self) -> None:
-        while self._host_blocks_in_use:
-            self._host_blocks_in_use.popleft()[0].wait()
+        while self._in_use:
+            self._in_use.popleft()[0].wait()
 
     # ---- steps
 
     def launch(self, plan: StepPlan) -> CudaFlight:
         begun = Moment(self._device, timed=True)
-        while self._host_blocks_in_use and self._host_blocks_in_use[0][0].passed:
-            self._host_blocks_in_use.popleft()
+        while self._in_use and self._in_use[0][0].passed:
+            self._in_use.popleft()
         states = self._tokens.states
         scored = {c.request_id for c in plan.chunks if wants_prompt_scores(states[c.request_id], c)}
         merged = self._merged_groups(plan)
@@ -292,11 +293,10 @@ class CudaExecutor:
         rows = list(built.sampling.values())
         tokens_L2 = output.tokens_L2
         if rows != list(range(len(rows))):
-            tokens_L2 = tokens_L2[to_device(rows, tokens_L2.device)]
-        host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
-        host_L2.copy_(tokens_L2, non_blocking=True)
+            tokens_L2 = tokens_L2[self._small_copies.integers(rows)]
+        host_L2 = self._small_copies.to_host(tokens_L2)
         done = Moment(tokens_L2.device, timed=True)
-        self._host_blocks_in_use.append((done, output.host_block))
+        self._in_use.append((done, output.host_block, self._small_copies.take_kept()))
         self._arrivals.start_held_back()
         return CudaFlight(
             plan=plan,

@@ -5,7 +5,8 @@
     in              |--- to blocks that P2 may still have used --->  reported, then read by a step
 
 Each direction has a stream of its own, which waits for the steps launched so far; no step waits for a copy:
-the scheduler uses a block again only after the end of its copy was reported. All host memory is allocated and
+the scheduler uses a block again only after the end of its copy was reported, and a step's own numbers do not
+need the copy engine (`small_copies`). All host memory is allocated and
 pinned at the start, because pinning takes long, and nothing can run out of it later.
 """
 
@@ -26,8 +27,6 @@ from loraplex.engine.cuda.streams import Moment, SideStream
 from loraplex.engine.executor import SwapEvent
 from loraplex.scheduling.plan import BlockCopy
 
-_MAX_COPY_BYTES: Final = 8 << 20
-"""A step's few bytes of tokens wait for the copy that the bus is at, so that none may be long."""
 _REPORTED_BYTES: Final = 64 << 20
 """Bytes of copies whose end is reported at once: their blocks are usable while others are being copied."""
 
@@ -119,13 +118,12 @@ class KVSwap:
 
     def _stretches(self, copies: Sequence[BlockCopy]) -> Iterator[tuple[int, int, int]]:
         """Yield device byte, host byte and length of each copy to launch: blocks that are neighbours in both
-        memories are copied at once, up to `_MAX_COPY_BYTES`."""
+        memories are copied at once."""
         for run in _runs(copies):
             begin, size = run[0].host_block * self._block_bytes, len(run) * self._block_bytes
             shift = run[0].device_block * self._block_bytes - begin
             for low, high in self._memory.pieces(begin, begin + size):
-                for part in range(low, high, _MAX_COPY_BYTES):
-                    yield part + shift, part, min(_MAX_COPY_BYTES, high - part)
+                yield low + shift, low, high - low
 
     def _copy_out(self, device: int, host: int, num_bytes: int, stream: SideStream) -> None:
         if stream.handle is None:

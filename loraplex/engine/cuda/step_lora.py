@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -97,12 +97,6 @@ class StepScratch:
                 device=device,
             ),
         )
-
-
-def to_device(integers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Copy integers to the device without waiting for anything launched before."""
-    host = torch.tensor(integers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def split_segments(batch: KernelBatch, *, may_share: bool = True, num_rows: int | None = None) -> StepLora:

@@ -13,7 +13,7 @@ import torch
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.seats import Seats
-from loraplex.engine.cuda.step_lora import to_device
+from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.cuda.step_runner import StepOutput
 from loraplex.engine.sampler import SamplingState, sample
 
@@ -21,10 +21,11 @@ from loraplex.engine.sampler import SamplingState, sample
 class TokenChoice:
     """`states`: of all requests in the engine, by id."""
 
-    def __init__(self, last_tokens: torch.Tensor, seats: Seats) -> None:
+    def __init__(self, last_tokens: torch.Tensor, seats: Seats, copies: SmallCopies) -> None:
         """`last_tokens`: by seat, the token that the next step follows."""
         self._last_tokens = last_tokens
         self._seats = seats
+        self._copies = copies
         self.states: dict[str, SamplingState] = {}
 
     def begin(self, request: EngineRequest) -> None:
@@ -50,9 +51,10 @@ class TokenChoice:
             if not state.params.greedy:
                 drawn.append((row, request_id))
         if drawn:
-            rows = to_device([row for row, _ in drawn], output.logits_LV.device)
+            rows = self._copies.integers([row for row, _ in drawn])
             states = [self.states[request_id] for _, request_id in drawn]
-            self._replace(output, rows, draw_tokens(output.logits_LV[rows], states), [i for _, i in drawn])
+            tokens_L = draw_tokens(output.logits_LV[rows], states, self._copies)
+            self._replace(output, rows, tokens_L, [request_id for _, request_id in drawn])
         logprobs = self._choose_by_host(output, by_host) if by_host else {}
         for request_id in sampling.keys() - {request_id for _, request_id in by_host}:
             self.states[request_id].num_output += 1
@@ -61,25 +63,23 @@ class TokenChoice:
     def _choose_by_host(
         self, output: StepOutput, by_host: Sequence[tuple[int, str]]
     ) -> dict[str, TokenLogprob]:
-        device = output.logits_LV.device
-        rows = to_device([row for row, _ in by_host], device)
+        rows = self._copies.integers([row for row, _ in by_host])
         states = [self.states[request_id] for _, request_id in by_host]
         logprobs: dict[str, TokenLogprob] = {}
         tokens = []
-        for (_, request_id), state, chosen in zip(
-            by_host, states, sample(output.logits_LV[rows].cpu(), states), strict=True
-        ):
+        logits_LV = self._copies.to_host_now(output.logits_LV[rows])
+        for (_, request_id), state, chosen in zip(by_host, states, sample(logits_LV, states), strict=True):
             tokens.append(0 if chosen.token_id is None else chosen.token_id)
             if chosen.token_id is not None:
                 state.accept(chosen.token_id)
             if chosen.logprob is not None:
                 logprobs[request_id] = chosen.logprob
-        self._replace(output, rows, to_device(tokens, device), [request_id for _, request_id in by_host])
+        self._replace(output, rows, self._copies.integers(tokens), [request_id for _, request_id in by_host])
         return logprobs
 
     def _replace(
         self, output: StepOutput, rows: torch.Tensor, tokens_L: torch.Tensor, request_ids: Sequence[str]
     ) -> None:
         output.tokens_L2[:, 0].index_copy_(0, rows, tokens_L)
-        seats = to_device([self._seats[request_id] for request_id in request_ids], rows.device)
+        seats = self._copies.integers([self._seats[request_id] for request_id in request_ids])
         self._last_tokens.index_copy_(0, seats, tokens_L)

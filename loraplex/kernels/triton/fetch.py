@@ -1,4 +1,4 @@
-"""Fetches numbers from host memory by a kernel.
+"""Copies numbers from and to pinned host memory by a kernel.
 
 The device's copy engine executes one copy after the other, and may be busy with adapters for a while.
 """
@@ -28,5 +28,17 @@ def fetch(target: torch.Tensor, pinned: torch.Tensor) -> None:
     """Copy pinned memory to the device; both must be contiguous and of one dtype. The caller must keep the
     pinned memory unchanged until the kernel has run: torch's allocator does not track this use, as it does
     for a copy."""
+    _copy(target, pinned)
+
+
+def send(pinned: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy from the device to pinned memory, which the caller must keep until the kernel has run (see
+    `fetch`)."""
+    _copy(pinned, source)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    assert target.is_contiguous()
+    assert source.is_contiguous()
     count = target.numel()
-    _fetch[(triton.cdiv(count, _BLOCK),)](target, pinned, count, BLOCK=_BLOCK)
+    _fetch[(triton.cdiv(count, _BLOCK),)](target, source, count, BLOCK=_BLOCK)

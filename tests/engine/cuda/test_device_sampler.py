@@ -8,8 +8,11 @@ import torch
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
+from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.draws import gumbel_noise, noise_key
 from loraplex.engine.sampler import SamplingState, sample
+
+COPIES = SmallCopies(torch.device("cpu"))
 
 
 def state_of(**params: object) -> SamplingState:
@@ -53,7 +56,7 @@ def test_a_draw_is_the_best_of_those_left_with_its_noise(params: dict[str, float
     for index, state in enumerate(states):
         state.num_output = index % 3
     expected = [expected_token(row, state) for row, state in zip(logits, states, strict=True)]
-    assert draw_tokens(logits, states).tolist() == expected
+    assert draw_tokens(logits, states, COPIES).tolist() == expected
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 800}, {"top_p": 0.9}, {"min_p": 0.7}], ids=str)
@@ -64,8 +67,8 @@ def test_rounding_changes_no_draw(params: dict[str, float]) -> None:
     logits = 0.1 * torch.randn(100, 2000)
     rounded = logits + 1e-5 * torch.randn_like(logits)
     states = [state_of(seed=seed, **params) for seed in range(100)]
-    drawn = draw_tokens(logits, states).tolist()
-    assert drawn == draw_tokens(rounded, states).tolist()
+    drawn = draw_tokens(logits, states, COPIES).tolist()
+    assert drawn == draw_tokens(rounded, states, COPIES).tolist()
     assert drawn == [each.token_id for each in sample(logits, states)]
     assert drawn == [each.token_id for each in sample(rounded, states)]
 
@@ -74,8 +77,8 @@ def test_rows_of_different_settings_do_not_touch_each_other() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, 50)
     states = [state_of(seed=1, top_k=1), state_of(seed=2), state_of(seed=3, top_p=0.3)]
-    together = draw_tokens(logits, states).tolist()
-    assert together == [draw_tokens(logits[i : i + 1], states[i : i + 1]).item() for i in range(3)]
+    together = draw_tokens(logits, states, COPIES).tolist()
+    assert together == [draw_tokens(logits[i : i + 1], states[i : i + 1], COPIES).item() for i in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex.kernels.triton.fetch import fetch
+from loraplex.kernels.triton.fetch import fetch, send
 
 
 @pytest.mark.parametrize("count", [1, 1024, 2500])
@@ -16,6 +16,12 @@ def test_all_integers_arrive_and_nothing_beyond_them(count: int) -> None:
     fetch(memory[:count], source)
     assert torch.equal(memory[:count], source)
     assert memory[count:].tolist() == [-1] * 7
+
+
+def test_numbers_are_sent_in_the_other_direction_alike() -> None:
+    source, host = torch.arange(2500).view(1250, 2), torch.full((1250, 2), -1)
+    send(host, source)
+    assert torch.equal(host, source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
