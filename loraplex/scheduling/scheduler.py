@@ -275,7 +275,7 @@ class Scheduler:
             self._batch, active = self.batcher.choose_all(self._running)
         else:
             ready = filter(self._may_admit, self._waiting.ready(self._config.max_running))
-            self._batch, active = self.batcher.choose(self._running, ready, self._sequences.on_version)
+            self._batch, active = self.batcher.choose(self._running, ready, self._sequences)
             self._pin_merged()
         self.follow_moves()  # merged weights may have needed the place of blocks
         kept = set(active)
