@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex.cli import twin_batching
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import batching_in_words, served_in_words
@@ -106,6 +107,9 @@ def run(
 
     with files_saved((json_out, write_figures), (plot, draw)):
         _show(summary, is_overloaded=outcome.is_overloaded())
+
+
+app.command()(twin_batching.batching)
 
 
 @app.command()

@@ -11,10 +11,10 @@ from loraplex.core.errors import OptionError
 E = TypeVar("E", bound=StrEnum)
 
 
-def choice(option: str, name: str, choices: type[E]) -> E:
+def choice(kind: str, name: str, choices: type[E]) -> E:
     """Return the choice of that name. Raises OptionError, which names the nearest one, and all."""
     if name in {*choices}:
         return choices(name)
     near = difflib.get_close_matches(str(name).lower(), [*choices], n=1)
-    advice = f"did you mean {near[0]}? " if near else ""
-    raise OptionError(f"{option}: there is no {name!r}; {advice}choose {', '.join(choices)}")
+    advice = f"did you mean {near[0]}? There are" if near else "there are"
+    raise OptionError(f"there is no {kind} {name!r}; {advice} {', '.join(choices)}")
