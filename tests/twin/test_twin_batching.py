@@ -61,7 +61,7 @@ def test_a_policy_has_the_figures_of_a_run_with_it(workload: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--policies", "fcfs,autp"), "there is no batching policy 'autp'; did you mean auto? There are fcfs"),
+        (("--policies", "fcfs,autp"), "no batching policy 'autp'; did you mean auto? There are fcfs"),
         (("--policies", "fcfs,,auto"), "there is no batching policy ''; there are fcfs,"),
         (("--policies", "auto,auto"), "auto is named twice; leave one of them out"),
         (("--policies", "fcfs,merged", "--max-delay-by-grouping", "5%"), "the bound is for batching by"),
