@@ -62,10 +62,10 @@ def _figure(key: str, heading: str, show: str) -> Column:
 _COLUMNS: Final = (
     text_column("policy"),
     _figure("output_tok_s", "output tok/s", "{:,.0f}"),
-    _figure("ttft_mean_ms", "TTFT mean ms", "{:,.1f}"),
+    _figure("ttft_mean_ms", "TTFT ms", "{:,.1f}"),
     _figure("ttft_p95_ms", "TTFT p95 ms", "{:,.1f}"),
     _figure("tpt_mean_ms", "TPT ms", "{:,.2f}"),
-    _figure("e2e_mean_ms", "E2E mean ms", "{:,.1f}"),
+    _figure("e2e_mean_ms", "E2E ms", "{:,.1f}"),
     _figure("merged_share", "merged steps", "{:.0%}"),
 )
 
@@ -146,7 +146,7 @@ def batching(
     with files_saved((json_out, write_figures)):
         print_table([_row(name, summary) for name, summary in summaries.items()], _COLUMNS)
         typer.echo(
-            "TTFT: time to the first token. TPT: whole time over output tokens, mean. E2E: whole time."
+            "Means, but for p95. TTFT: to the first token. E2E: whole time. TPT: that over output tokens."
         )
         if overloaded:
             typer.echo(
