@@ -143,6 +143,9 @@ class _Turns:
         is_merged = next(self._turns) and version is not None and view.can_merge(version)
         return merged_batch(version) if is_merged and version is not None else ALL_REQUESTS
 
+    def ran(self, batch: StepBatch) -> None:
+        """Do nothing: nothing is recorded."""
+
     def forget(self, version: str) -> None:
         """Do nothing: nothing is recorded."""
 
@@ -273,7 +276,7 @@ class _Case(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """What came of a load: for each request the seconds to its first token and to its end, and its output
+    """Outcome of a load: for each request the seconds to its first token and to its end, and its output
     tokens; and how far counters of the engine went."""
 
     ttft_s: list[float]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -16,7 +16,7 @@ import torch
 
 from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec, LoraModule
-from loraplex.core.batching import Batching
+from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.modules import module_names
@@ -25,12 +25,14 @@ from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_build import choose_kernels
+from loraplex.engine.profile_subject import known_costs
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.shapes import config_of_shape, random_weights
+from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.work import StepWork
@@ -56,8 +58,8 @@ class RandomEngineOptions:
     `serve`, not plain torch. `from_files`: adapters are read from their files. `cpu_workers`: processes that
     compute LoRA beside a GPU; each adapter then has host memory of its own. `max_copy_bytes_per_s`: slow
     copies to a GPU down to this rate. `runs_ahead`: on a CPU, launch the next step before collecting the
-    last, as a GPU does; this gains nothing there. `batching`, `max_running`: as in `SchedulerConfig`, and
-    `kv_swap_bytes`: host memory for keys and values; on a GPU.
+    last, as a GPU does; this gains nothing there. `batching`, `max_delay`, `max_running`: as in
+    `SchedulerConfig`. `kv_swap_bytes`: on a GPU, host memory for keys and values.
     """
 
     shape: str
@@ -76,6 +78,7 @@ class RandomEngineOptions:
     batching: Batching = Batching.FCFS
     max_running: int = 256
     kv_swap_bytes: int = 0
+    max_delay: DelayBound = field(default_factory=DelayBound)
 
 
 def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
@@ -104,6 +107,7 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             batching=options.batching,
             max_running=options.max_running,
             kv_swap_bytes=options.kv_swap_bytes,
+            max_delay=options.max_delay,
         )
         if options.from_files:
             return build_cuda_core(config, weights, cuda_options)
@@ -114,6 +118,9 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
         blocks = _RandomBlocks(config.shape, options.dtype)
         return build_cuda_core(config, weights, cuda_options, host_blocks=blocks)
     shape = config.shape
+    costs = None
+    if options.batching.needs_costs:
+        costs = DriftWatch(known_costs(shape, "cpu", options.dtype))
     kernels = choose_kernels(config, options.dtype) if options.compiled else TorchKernels()
     return Engine(
         config=SchedulerConfig(
@@ -121,6 +128,7 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             work=StepWork(max_tokens=options.max_step_tokens),
             batching=options.batching,
             max_running=options.max_running,
+            max_delay=options.max_delay,
         ),
         memory=SeparateMemory(
             num_blocks=_CPU_BLOCKS,
@@ -137,6 +145,7 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             runs_ahead=options.runs_ahead,
             read=None if options.from_files else lambda spec: _random_weights(spec, shape, options.dtype),
         ),
+        costs=costs,
     )
 
 

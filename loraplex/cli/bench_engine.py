@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from loraplex.cli.batching_options import BatchingPolicy, MaxDelay, parse_delay
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_writable, write_json
+from loraplex.core.batching import Batching
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ def decode(
     padded: _Padded = False,
     prompt_tokens: Prompt = 128,
     output_tokens: _Output = 256,
+    batching: BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: MaxDelay = None,
     repeats: _Repeats = 3,
     json_out: Json = None,
 ) -> None:
@@ -174,6 +178,8 @@ def serve(
     modules: Modules = "q,k,v",
     padded: _Padded = False,
     max_step_tokens: Annotated[int, typer.Option(min=16, help="Prompt tokens in one step.")] = 2048,
+    batching: BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: MaxDelay = None,
     warm_up: Annotated[bool, typer.Option(help="Capture graphs and compile kernels before.")] = True,
     json_out: Json = None,
 ) -> None:
@@ -206,7 +212,7 @@ def serve(
     Console().print(
         render(report, title=f"{workload.name}, {served.number} {plural('adapter', served.number)}")
     )
-    write(bench, json_out, report.as_json())
+    write(bench, json_out, report.as_json() | _show_batching(bench))
 
 
 class _Served(NamedTuple):
@@ -261,6 +267,8 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     if options["dtype"] not in DTYPES:
         raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
     use_threads(options.get("threads"), options["device"])
+    batching = options.get("batching", Batching.FCFS)
+    max_delay = parse_delay(options.get("max_delay_by_grouping"), batching)
     ranks = _rank_list(options["ranks"]) or [options["rank"]]
     padded = options.get("padded", False)
     if padded and options["device"] != "cuda":
@@ -276,6 +284,8 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
             padded_to=padded_rank(max(ranks)) if padded else None,
             from_files=options.get("from_files", False),
             cpu_workers=options.get("cpu_workers"),
+            batching=batching,
+            max_delay=max_delay,
         )
     )
     specs = random_specs(
@@ -399,7 +409,25 @@ def _publish(bench: Bench, json_out: Path | None, **found: Distribution | None) 
         for name, distribution in found.items()
         if distribution is not None
     }
-    write(bench, json_out, rounded)
+    write(bench, json_out, rounded | _show_batching(bench))
+
+
+def _show_batching(bench: Bench) -> dict[str, int]:
+    """Print what a batching policy that merges decided, and return it; nothing for the others."""
+    stats = bench.engine.stats()
+    if not Batching(bench.parameters.get("batching", Batching.FCFS)).merges:
+        return {}
+    merges, merged, pauses = stats.num_merges, stats.num_merged_steps, stats.num_pauses
+    typer.echo(
+        f"{merges:,} {plural('merge', merges)}, {merged / max(stats.num_steps, 1):.0%} of steps merged, "
+        f"{pauses:,} {plural('pause', pauses)}"
+    )
+    return {
+        "num_steps": stats.num_steps,
+        "num_merges": merges,
+        "num_merged_steps": merged,
+        "num_pauses": pauses,
+    }
 
 
 def write(bench: Bench, json_out: Path | None, results: dict[str, Any]) -> None:

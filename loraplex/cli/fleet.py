@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from loraplex.cli import fleet_live
+from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_conditions import conditions_of
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
@@ -35,6 +36,7 @@ from loraplex.cli.twin_options import (
     read_inputs,
     read_profile_of,
 )
+from loraplex.core.batching import Batching
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural, unknown_name
@@ -129,6 +131,8 @@ def simulate(
     adapter_mib: AdapterMib = None,
     modules: Modules = None,
     max_running: MaxRunning = None,
+    batching: BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: MaxDelay = None,
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
@@ -148,6 +152,8 @@ def simulate(
         modules=modules,
         max_running=max_running,
         seconds=seconds,
+        batching=batching,
+        max_delay=max_delay_by_grouping,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
@@ -210,6 +216,8 @@ def compare(
     adapter_mib: AdapterMib = None,
     modules: Modules = None,
     max_running: MaxRunning = None,
+    batching: BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: MaxDelay = None,
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
@@ -232,6 +240,8 @@ def compare(
         modules=modules,
         max_running=max_running,
         seconds=seconds,
+        batching=batching,
+        max_delay=max_delay_by_grouping,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
@@ -283,6 +293,8 @@ def capacity(
     adapter_mib: AdapterMib = None,
     modules: Modules = None,
     max_running: MaxRunning = None,
+    batching: BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: MaxDelay = None,
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
@@ -307,6 +319,8 @@ def capacity(
         modules=modules,
         max_running=max_running,
         seconds=seconds,
+        batching=batching,
+        max_delay=max_delay_by_grouping,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ def conditions_of(profile: Path, workload: Path, inputs: FleetInputs) -> dict[st
         "adapter_bytes": replay.adapter_bytes if options.adapter_bytes is None else options.adapter_bytes,
         "modules": None if replay.modules is None else list(replay.modules),
         "max_running": replay.max_running,
+        "batching": replay.batching,
+        "max_delay": asdict(replay.max_delay) if replay.batching.groups else None,
         "seconds": None if replay.until_s == math.inf else replay.until_s,
         "slo_tpt_s": slo.tpt_s,
         "slo_tpot_s": slo.tpot_s,

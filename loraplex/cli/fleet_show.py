@@ -26,6 +26,8 @@ def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> Non
     summary = outcome.all.summary()
     typer.echo(f"{served_in_words(summary)}, {summary['output_tok_s']:,.0f} output tok/s")
     typer.echo(_attained(figures, slo))
+    if summary.get("adapters_per_step") is not None:
+        typer.echo(batching_in_words(summary))
     for name, row in (
         ("TTFT", summary["ttft_s"]),
         ("TPOT", outcome.all.tpot_percentiles()),
@@ -65,6 +67,15 @@ def served_in_words(summary: Mapping[str, Any]) -> str:
     return (
         f"{summary['num_served']:,} of {number:,} {plural('request', number)} served{running} in "
         f"{summary['duration_s']:,.1f} simulated seconds"
+    )
+
+
+def batching_in_words(summary: Mapping[str, Any]) -> str:
+    """Return what a batching policy decided in a run that counts the adapters of each step."""
+    merges, steps, pauses = (summary[f"num_{name}"] for name in ("merges", "merged_steps", "pauses"))
+    return (
+        f"{merges:,} {plural('merge', merges)}, {steps / max(summary['num_steps'], 1):.0%} of steps merged, "
+        f"{pauses:,} {plural('pause', pauses)}, {summary['adapters_per_step']:.1f} adapters a step"
     )
 
 

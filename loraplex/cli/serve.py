@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from loraplex.cli import serve_options as option
+from loraplex.cli.batching_options import BatchingPolicy, MaxDelay, parse_delay
 from loraplex.cli.closed_pipe import outlive_the_reader
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
@@ -44,8 +45,8 @@ def serve_options(
     cold_start: option.StartPolicy = ColdStart.AUTO,
     cpu_workers: option.CpuWorkers = None,
     load_popular: option.LoadPopular = False,
-    batching: option.BatchingPolicy = Batching.FCFS,
-    max_delay_by_grouping: option.MaxDelay = None,
+    batching: BatchingPolicy = Batching.FCFS,
+    max_delay_by_grouping: MaxDelay = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
     allow_adapter_dir: option.AllowedDirs = None,
@@ -72,7 +73,7 @@ def serve_options(
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
-    max_delay = option.parse_delay(max_delay_by_grouping, batching)
+    max_delay = parse_delay(max_delay_by_grouping, batching)
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 

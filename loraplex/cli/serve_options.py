@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
-from loraplex.core.batching import Batching, DelayBound
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import LogFormat, LogLevel
@@ -156,23 +155,6 @@ CpuWorkers = Annotated[
         help="For --cold-start cpu-assist and auto: processes that compute LoRA of adapters on their way, a "
         "core each. Default: one for every second core, at most 16; with a measured profile, the fewest that "
         "are within 5% as fast, and with auto only where it says that they pay.",
-    ),
-]
-BatchingPolicy = Annotated[
-    Batching,
-    typer.Option(
-        "--batching",
-        metavar="POLICY",
-        help=f"Which requests run together: {', '.join(Batching)} (see docs/batching.md).",
-    ),
-]
-MaxDelay = Annotated[
-    str | None,
-    typer.Option(
-        "--max-delay-by-grouping",
-        metavar="BOUND",
-        help="For --batching grouped and auto: by how much they may delay a request over first come, first "
-        "served, e.g. 25%,250ms (default): the larger of the two.",
     ),
 ]
 LoadPopular = Annotated[
@@ -338,31 +320,6 @@ def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option:
         return tuple(parse(part) for text in texts or () for part in text.split(",") if part.strip())
     except UserError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
-
-
-_BOUND: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(%|ms|s)")
-
-
-def parse_delay(text: str | None, batching: Batching) -> DelayBound:
-    """Return the bound of `--max-delay-by-grouping`, whose parts may be left out. Raises a usage error."""
-    option = "--max-delay-by-grouping"
-    if text is None:
-        return DelayBound()
-    if not batching.groups:
-        raise typer.BadParameter(
-            f"the bound is for --batching grouped or auto, not {batching}; leave it out, or choose one of "
-            "these",
-            param_hint=option,
-        )
-    found = [_BOUND.fullmatch(part.strip()) for part in text.split(",")]
-    units = ["share" if part and part[2] == "%" else "seconds" for part in found]
-    if not all(found) or len({*units}) < len(units):
-        raise typer.BadParameter(
-            f"{text!r} is no bound; write it like 25%,250ms, or one of the two", param_hint=option
-        )
-    scale = {"%": 0.01, "ms": 0.001, "s": 1.0}
-    values = [float(part[1]) * scale[part[2]] for part in found if part is not None]
-    return DelayBound(**{"share": 0.0, "seconds": 0.0, **dict(zip(units, values, strict=True))})
 
 
 def parse_max_ttft(seconds: float | None, batching: Batching) -> float | None:

@@ -56,7 +56,7 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
         console.width = sum(_width(rows, column) + _GAP for column in columns)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in shown:
-        table.add_column(column.heading, overflow="fold", justify="right" if column.kind is int else "left")
+        table.add_column(column.heading, overflow="fold", justify="left" if column.kind is str else "right")
     for row in rows:
         table.add_row(*(Text(column.cell(row)) for column in shown))
     console.print(table)

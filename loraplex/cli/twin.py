@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex.cli import twin_batching
+from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.flags import App
-from loraplex.cli.fleet_show import served_in_words
+from loraplex.cli.fleet_show import batching_in_words, served_in_words
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
-from loraplex.cli.serve_options import MaxDelay
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
-    BatchingPolicy,
     CpuWorkers,
     JsonPath,
     KvSwapMemory,
@@ -39,6 +39,7 @@ from loraplex.cli.twin_options import (
     read_inputs,
     read_profile_of,
 )
+from loraplex.core.batching import Batching
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
@@ -67,7 +68,7 @@ def run(
     cold_start: StartPolicy = None,
     cpu_workers: CpuWorkers = None,
     max_copy_gb_per_s: MaxCopyRate = None,
-    batching: BatchingPolicy = None,
+    batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
     kv_swap_memory: KvSwapMemory = None,
     json_out: JsonPath = None,
@@ -106,6 +107,9 @@ def run(
 
     with files_saved((json_out, write_figures), (plot, draw)):
         _show(summary, is_overloaded=outcome.is_overloaded())
+
+
+app.command()(twin_batching.batching)
 
 
 @app.command()
@@ -252,11 +256,7 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
         outs, ins = summary["num_swapped_out"], summary["num_swapped_in"]
         typer.echo(f"{outs:,} KV {plural('block', outs)} swapped to the host, {ins:,} back")
     if summary.get("adapters_per_step") is not None:
-        merges, steps, pauses = (summary[f"num_{name}"] for name in ("merges", "merged_steps", "pauses"))
-        typer.echo(
-            f"{merges:,} {plural('merge', merges)}, {steps / max(num_steps, 1):.0%} of steps merged, "
-            f"{pauses:,} {plural('pause', pauses)}, {summary['adapters_per_step']:.1f} adapters a step"
-        )
+        typer.echo(batching_in_words(summary))
     for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
         row = summary[name]
         if row is not None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraplex.cli.batching_options import parse_delay
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
-from loraplex.cli.serve_options import parse_delay
 from loraplex.cli.sizes import parse_size
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
@@ -93,10 +93,6 @@ MaxCopyRate = Annotated[
         help="Copies of adapters to the GPU are no faster than this, as on another machine's bus.",
     ),
 ]
-BatchingPolicy = Annotated[
-    Batching | None,
-    typer.Option("--batching", help="Which requests run together (our own engine); default: fcfs."),
-]
 KvSwapMemory = Annotated[
     str | None,
     typer.Option(
@@ -129,7 +125,7 @@ class TwinOptions:
     cold_start: ColdStart | None = None
     cpu_workers: int | None = None
     max_copy_gb_per_s: float | None = None
-    batching: Batching | None = None
+    batching: Batching = Batching.FCFS
     max_delay: str | None = None
     kv_swap_memory: str | None = None
 
@@ -193,8 +189,8 @@ def read_inputs(
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers,
         max_copy_bytes_per_s=None if rate is None else rate * 1e9,
-        batching=options.batching or Batching.FCFS,
-        max_delay=parse_delay(options.max_delay, options.batching or Batching.FCFS),
+        batching=options.batching,
+        max_delay=parse_delay(options.max_delay, options.batching),
         kv_swap_bytes=0 if swap is None else parse_size(swap, "--kv-swap-memory"),
     )
     if engine is None:
@@ -212,6 +208,8 @@ def _as_live(chosen: ReplayOptions, options: TwinOptions, engine: LiveEngine) ->
         modules=chosen.modules or engine.modules,
         kv_tokens=chosen.kv_tokens or engine.kv_tokens,
         work=engine.work,
+        batching=engine.batching,
+        max_delay=engine.max_delay,
         staged=True,
     )
 

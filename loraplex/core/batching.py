@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+from loraplex.core.errors import OptionError
+
+_BOUND: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(%|ms|s)")
+_UNITS: Final = {"%": ("share", 0.01), "ms": ("seconds", 0.001), "s": ("seconds", 1.0)}
 
 
 class Batching(StrEnum):
@@ -49,3 +56,23 @@ class DelayBound:
     def allowed_s(self, so_far_s: float) -> float:
         """Return the most seconds of delay for a request whose time so far is `so_far_s`."""
         return max(self.share * so_far_s, self.seconds)
+
+
+def bound_of(text: str | None, batching: Batching) -> DelayBound:
+    """Return the bound that a text such as `25%,250ms` stands for; a part that is left out is 0. None is the
+    default. Raises OptionError for any other text, and with a policy that knows no bound."""
+    if text is None:
+        return DelayBound()
+    if not batching.groups:
+        raise OptionError(
+            f"the bound is for batching by grouped or auto, not {batching}; leave it out, or choose one of "
+            "these"
+        )
+    found = [_BOUND.fullmatch(part.strip()) for part in text.split(",")]
+    values: dict[str, float] = {}
+    for part in found:
+        name, scale = _UNITS[part[2]] if part is not None else ("", 0.0)
+        if part is None or name in values:
+            raise OptionError(f"{text!r} is no bound; write it like 25%,250ms, or one of the two")
+        values[name] = float(part[1]) * scale
+    return DelayBound(**{"share": 0.0, "seconds": 0.0, **values})

@@ -11,6 +11,7 @@
     │   │   ├── AdapterMismatchError   the checkpoint belongs to another base model
     │   │   ├── AdapterFetchError      it could not be downloaded from the Hugging Face hub
     │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
+    │   ├── OptionError            an option has a value that it cannot have; a ValueError, too
     │   ├── HubError               a repository could not be fetched from the Hugging Face hub
     │   └── PathNotAllowedError    a path or repository that the operator did not allow
     ├── CapacityError              it would never fit: memory budget or context length
@@ -46,6 +47,10 @@ class InvalidRequestError(UserError):
 
 class ContextLengthError(InvalidRequestError):
     """Prompt and answer together are longer than the context."""
+
+
+class OptionError(UserError, ValueError):
+    """An option has a value that it cannot have."""
 
 
 class UnknownModelError(UserError):

@@ -22,7 +22,8 @@ from loraplex.adapters.hub import locate_adapter, resolve_adapter
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE
-from loraplex.core.batching import Batching
+from loraplex.core.batching import Batching, bound_of
+from loraplex.core.choices import choice
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import (
     AdapterConflictError,
@@ -95,8 +96,9 @@ class LLM:
     `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of name to
     folder. Instead of an adapter's folder, a string may be a repository of the Hugging Face hub (`owner/name`
     or `owner/name@revision`). `tensor_parallel` processes share the model, this one and its children; memory
-    limits apply to each of them. The synchronous methods may be called from any thread, the asynchronous ones
-    from any event loop.
+    limits apply to each of them. `batching` is a policy by name, `max_delay_by_grouping` its bound as on the
+    command line, such as `25%,250ms`. Raises OptionError, a ValueError, for a name or a bound that there is
+    not. The synchronous methods may be called from any thread, the asynchronous ones from any event loop.
     """
 
     def __init__(
@@ -115,8 +117,12 @@ class LLM:
         tensor_parallel: int = 1,
         cold_start: str = ColdStart.AUTO,
         batching: str = Batching.FCFS,
+        max_delay_by_grouping: str | None = None,
         parts: EngineParts | None = None,
     ) -> None:
+        policy = choice("batching policy", batching, Batching)
+        max_delay = bound_of(max_delay_by_grouping, policy)
+        start_policy = choice("cold start policy", cold_start, ColdStart)
         if parts is None:
             # Imported here: tests bring their own parts, and this import brings torch.
             from loraplex.engine.options import EngineOptions
@@ -132,8 +138,9 @@ class LLM:
                 max_model_len=max_model_len,
                 num_threads=num_threads,
                 tensor_parallel=tensor_parallel,
-                cold_start=ColdStart(cold_start),
-                batching=Batching(batching),
+                cold_start=start_policy,
+                batching=policy,
+                max_delay=max_delay,
             )
             parts = _build(options)
         self._shape = parts.shape

@@ -83,6 +83,10 @@ class Standing(Enum):
     ABANDONED = auto()
 
 
+_KNOWN, _REMOVING = Standing.KNOWN, Standing.REMOVING
+"""Members of an enum are slow to look up, and steps are decided by the sizes of hundreds of versions."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Entry:
     """One version. `sources`: where its files are, by path; any of them can be read. `in_flight`: requests on
@@ -100,7 +104,7 @@ class Entry:
 
     @property
     def is_known(self) -> bool:
-        return self.standing is Standing.KNOWN or self.standing is Standing.REMOVING
+        return self.standing is _KNOWN or self.standing is _REMOVING
 
 
 class AdapterTable:
@@ -190,6 +194,15 @@ class AdapterTable:
     def num_bytes(self, version: str) -> int:
         """Return the bytes that its serving copy takes."""
         return self._entries[version].serving.num_bytes
+
+    def known_bytes(self, version: str) -> int:
+        """Return the bytes that its serving copy takes, or 0 if the version was forgotten, as it may be while
+        a step uses it."""
+        entry = self._entries.get(version)
+        if entry is None:
+            return 0
+        standing = entry.standing
+        return entry.serving.num_bytes if standing is _KNOWN or standing is _REMOVING else 0
 
     # ---- requests on a version
 

@@ -84,10 +84,6 @@ class RequestState:
         limit = max_model_len if max_tokens is None else min(max_model_len, self.num_prompt + max_tokens)
         return max(limit - self.num_tokens, 1)
 
-    def next_decode(self) -> Chunk:
-        """Return its next decode, once all its tokens so far are computed, for cost models."""
-        return Chunk(self.request_id, self.adapter, len(self.token_ids) + self.num_unknown, [], [], True)
-
     def next_chunk(self, num_tokens: int) -> Chunk:
         start, end = self.num_computed, self.num_computed + num_tokens
         samples = end == len(self.token_ids) + self.num_unknown

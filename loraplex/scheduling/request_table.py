@@ -47,6 +47,9 @@ class RequestTable:
         """Return the requests on an adapter version, in order of arrival."""
         return list(self._on_version.get(version, {}).values())
 
+    def num_on_version(self, version: str) -> int:
+        return len(self._on_version.get(version, ()))
+
     def check_integrity(self) -> None:
         """Assert that both indexes hold the same requests."""
         on_versions = {key: each for rows in self._on_version.values() for key, each in rows.items()}

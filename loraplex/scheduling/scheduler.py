@@ -265,7 +265,7 @@ class Scheduler:
         else:
             if not self._running:  # no request needs memory first: those that arrived may run merged
                 self._admission.bring_in()
-            active = self.batcher.choose(self._running, self._admission.ready(), self._sequences.on_version)
+            active = self.batcher.choose(self._running, self._admission.ready(), self._sequences)
             self._pin_merged()
         self.follow_moves()  # merged weights may have needed the place of blocks
         kept = set(active)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, mul
 
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.plan import Chunk
+from loraplex.scheduling.request_state import RequestState
+
+_adapter = attrgetter("adapter")
 
 
 def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) -> StepFeatures:
@@ -44,4 +49,22 @@ def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) 
         row_bytes,
         largest,
         num_rows,
+    )
+
+
+def decode_features(requests: Sequence[RequestState], adapter_bytes: Callable[[str], int]) -> StepFeatures:
+    """Return the features of a step in which each of these requests decodes, once all its tokens so far are
+    computed. `adapter_bytes` as above."""
+    counts = Counter(map(_adapter, requests))
+    num_on_base = counts.pop(None, 0)
+    sizes = [adapter_bytes(version) for version in counts if version is not None]
+    num = len(requests)
+    return StepFeatures(
+        num_decodes=num,
+        decode_positions=num + sum([len(each.token_ids) + each.num_unknown for each in requests]),
+        num_adapters=len(sizes),
+        adapter_bytes=sum(sizes),
+        row_adapter_bytes=sum(map(mul, counts.values(), sizes)),
+        largest_adapter_bytes=max(sizes, default=0),
+        num_adapter_rows=num - num_on_base,
     )

@@ -85,11 +85,13 @@ class Announcer:
         needs_key: bool,
         has_chat: bool,
         replicas: str | None = None,
+        batching: str | None = None,
     ) -> None:
         """Print the banner: address, models, and commands to paste.
 
         `num_skipped`: adapters that were left out; the log has the details. `has_chat`: the base model has a
-        chat template. `replicas`: a fleet's replicas and policy in words.
+        chat template. `replicas`: a fleet's replicas and policy in words. `batching`: the batching policy, if
+        it is not the default.
         """
         self.is_ready = True
         show = self._console.print
@@ -99,6 +101,8 @@ class Announcer:
         show(f"  adapters    {_summary(adapters)}", markup=False)
         if replicas is not None:
             show(f"  replicas    {replicas}", markup=False)
+        if batching is not None:
+            show(f"  batching    {batching}", markup=False)
         if num_skipped:
             show(
                 f"  left out    {num_skipped:,} {plural('adapter', num_skipped)}; the log says why",

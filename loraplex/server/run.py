@@ -23,6 +23,7 @@ from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
+from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
@@ -214,10 +215,17 @@ async def _run(
         needs_key=bool(deps.api_keys),
         has_chat=deps.text.tokenizer.has_chat_template,
         replicas=None if deps.fleet is None else f"{serving_in_words(deps.fleet)}, policy {options.policy}",
+        batching=_batching_in_words(options),
     )
     ending = asyncio.create_task(_end(stop, server, client, deps.bodies, announcer, options.shutdown_grace_s))
     stack.callback(ending.cancel)
     return client
+
+
+def _batching_in_words(options: ServeOptions) -> str | None:
+    """Return the batching policy for the banner; None for the default, and where other servers decide."""
+    batching = options.engine.batching
+    return None if batching is Batching.FCFS or options.backends is not None else str(batching)
 
 
 def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:

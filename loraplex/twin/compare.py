@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from loraplex.core.batching import Batching, DelayBound, bound_of
 from loraplex.core.errors import UserError
 from loraplex.core.modules import module_names
 from loraplex.core.words import plural
@@ -25,6 +26,8 @@ class LiveEngine(NamedTuple):
     modules: tuple[str, ...]
     kv_tokens: int
     work: StepWork
+    batching: Batching
+    max_delay: DelayBound
 
 
 def engine_of(live: Any) -> LiveEngine | None:
@@ -33,6 +36,7 @@ def engine_of(live: Any) -> LiveEngine | None:
     if not isinstance(parameters, dict) or "kv_tokens" not in parameters:
         return None
     try:
+        batching = Batching(parameters.get("batching", Batching.FCFS))
         ranks = str(parameters["ranks"] if "ranks" in parameters else parameters["rank"])
         return LiveEngine(
             device=str(parameters["device"]),
@@ -44,6 +48,8 @@ def engine_of(live: Any) -> LiveEngine | None:
                 max_tokens=int(parameters["max_step_tokens"]),
                 position_cost=float(parameters["position_cost"]),
             ),
+            batching=batching,
+            max_delay=bound_of(parameters.get("max_delay_by_grouping"), batching),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(

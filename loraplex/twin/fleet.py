@@ -344,6 +344,7 @@ class SimulatedFleet:
         pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]
         end_s = self._end_s()
         parts = [simulator.outcome(end_s) for simulator in simulators]
+        num_adapters = [part.num_step_adapters for part in parts]
         whole = Outcome(
             requests=self._outcomes,
             duration_s=max(part.duration_s for part in parts),
@@ -353,6 +354,12 @@ class SimulatedFleet:
             mean_running=sum(part.mean_running for part in parts),
             mean_waiting=sum(part.mean_waiting for part in parts),
             gaps=[gap for part in parts for gap in part.gaps],
+            num_swapped_out=sum(part.num_swapped_out for part in parts),
+            num_swapped_in=sum(part.num_swapped_in for part in parts),
+            num_merges=sum(part.num_merges for part in parts),
+            num_merged_steps=sum(part.num_merged_steps for part in parts),
+            num_pauses=sum(part.num_pauses for part in parts),
+            num_step_adapters=None if None in num_adapters else sum(each or 0 for each in num_adapters),
         )
         figures = [_figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)]
         return FleetOutcome(

@@ -10,6 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.core.batching import DelayBound
 from loraplex.core.errors import LoraplexError
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.compare import engine_of
@@ -78,6 +79,47 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
     assert engine is not None
     assert (engine.num_adapters, engine.ranks, engine.kv_tokens) == (4, (1, 8), 512 * 16)
     assert engine.work == StepWork(max_tokens=2048)
+
+
+@pytest.mark.parametrize("batching", ["fcfs", "merged", "auto"])
+def test_serve_batches_by_the_policy_that_is_asked_for(tmp_path: Path, batching: str) -> None:
+    file, out = workload(tmp_path / "w.jsonl"), tmp_path / "out.json"
+    bound = ("--max-delay-by-grouping", "10%") if batching == "auto" else ()
+    result = bench(
+        "serve", *CPU, "--workload", str(file), "--num-adapters", "2", "--rank", "4", "--batching", batching,
+        *bound, "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    found = document["results"]
+    assert found["num_failed"] == 0
+    assert ("of steps merged" in result.output) == (batching != "fcfs")
+    if batching == "merged":
+        assert 0 < found["num_merged_steps"] <= found["num_steps"]
+    engine = engine_of(document)  # its twin batches alike
+    assert engine is not None
+    assert engine.batching == batching
+    assert engine.max_delay == (DelayBound(share=0.1, seconds=0.0) if bound else DelayBound())
+
+
+def test_merged_steps_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = bench(
+        "decode", *CPU, "--batch", "2", "--adapters", "one", "--rank", "4", "--prompt-tokens", "8",
+        "--output-tokens", "16", "--repeats", "1", "--batching", "merged", "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "1 merge, " in result.output
+    found = json.loads(out.read_text())["results"]
+    assert found["num_merges"] == 1
+    assert found["num_merged_steps"] >= 2 * 15, "all decodes; prompts begin before their adapter is pinned"
+
+
+def test_a_bound_is_refused_with_a_policy_that_has_none(tmp_path: Path) -> None:
+    file = workload(tmp_path / "w.jsonl")
+    result = bench("serve", *CPU, "--workload", str(file), "--max-delay-by-grouping", "10%")
+    assert result.exit_code == 2
+    assert "the bound is for batching by grouped or auto" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 from driving import run_to_end
+from serving_fakes import hf_tokenizer
 from tiny import ALL_LINEARS, save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.batching import Batching
+from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.errors import ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import build_core
+from loraplex.engine.core import Engine
+from loraplex.engine.llm import LLM
 from loraplex.engine.options import EngineOptions
 from loraplex.kernels.cpu.numba_kernels import NumbaKernels
 from loraplex.model.config import load_config
@@ -115,3 +118,22 @@ def test_adapters_whose_merged_weights_do_not_fit_run_unmerged(
     assert num_merges == 1, "those of the other adapter are smaller"
     assert f"adapter all (version {served[1][0].version[:12]}) runs unmerged: its merged" in caplog.text
     assert "raise --host-adapter-memory, or choose --batching fcfs" in caplog.text
+
+
+def test_an_llm_batches_by_the_policy_that_it_is_given(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", vocab_size=400, eos_token_id=None)
+    hf_tokenizer().save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "one", base, rank=8)
+    prompts, params = ["w5 w6 w7"] * 4, SamplingParams(max_tokens=8, temperature=0.0)
+    found = {}
+    for batching, bound in (("fcfs", None), ("auto", "10%,1s"), ("merged", None)):
+        with LLM(
+            tmp_path / "base", adapters=[tmp_path / "one"], batching=batching, max_delay_by_grouping=bound
+        ) as llm:
+            found[batching] = [each.text for each in llm.generate(prompts, adapter="one", params=params)]
+            engine = llm._engine._core
+            assert isinstance(engine, Engine)
+            assert (engine.stats().num_merged_steps > 0) >= (batching == "merged")
+            expected = DelayBound() if bound is None else DelayBound(share=0.1, seconds=1.0)
+            assert engine._scheduler._config.max_delay == expected
+    assert found["auto"] == found["merged"] == found["fcfs"]

@@ -15,6 +15,7 @@ from loraplex.core.errors import (
     AdapterFormatError,
     EngineDeadError,
     InvalidRequestError,
+    OptionError,
     UnknownModelError,
 )
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
@@ -236,6 +237,27 @@ def test_adapters_of_the_hub_are_named_after_their_repository(
             assert core.requests[-1].adapter == core.adapters[-len(names)]
     with pytest.raises(AdapterError, match="no folder neither, and it is no repository"):
         LLM("unused", adapters="neither", parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"batching": "autp"},
+            "there is no batching policy 'autp'; did you mean auto. There are fcfs, merged",
+        ),
+        ({"batching": "?"}, "there is no batching policy '.'; there are fcfs, merged"),
+        ({"cold_start": "overlapp"}, "there is no cold start policy 'overlapp'; did you mean overlap"),
+        ({"max_delay_by_grouping": "5%"}, "the bound is for batching by grouped or auto, not fcfs"),
+        ({"batching": "auto", "max_delay_by_grouping": "soon"}, "'soon' is no bound; write it like 25%"),
+    ],
+)
+def test_options_that_have_no_such_value_are_refused(
+    parts: EngineParts, options: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        LLM("unused", parts=parts, **options)  # type: ignore[arg-type]
+    assert isinstance(caught.value, OptionError)
 
 
 def test_adapters_can_be_added_and_removed(llm: LLM, core: EchoCore, model_folder: Path) -> None:

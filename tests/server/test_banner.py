@@ -19,6 +19,7 @@ def banner(
     has_chat: bool = True,
     num_skipped: int = 0,
     replicas: str | None = None,
+    batching: str | None = None,
 ) -> str:
     out = io.StringIO()
     announcer = Announcer(prompts, Console(file=out, soft_wrap=True))
@@ -31,6 +32,7 @@ def banner(
         needs_key=False,
         has_chat=has_chat,
         replicas=replicas,
+        batching=batching,
     )
     return out.getvalue()
 
@@ -45,6 +47,11 @@ def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) ->
 def test_a_fleet_has_its_replicas_in_the_banner() -> None:
     assert "replicas" not in banner()
     assert "\n  replicas    2, policy auto\n" in banner(replicas="2, policy auto")
+
+
+def test_a_batching_policy_that_is_not_the_default_is_in_the_banner() -> None:
+    assert "batching" not in banner()
+    assert "\n  batching    auto\n" in banner(batching="auto")
 
 
 @pytest.mark.parametrize(

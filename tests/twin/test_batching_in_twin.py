@@ -63,7 +63,7 @@ def test_gaps_between_tokens_have_the_pauses_in_them(batching: Batching) -> None
         (("--batching", "auto", "--max-delay-by-grouping", "5%,6%"), "write it like 25%,250ms"),
         (
             ("--batching", "fcfs", "--max-delay-by-grouping", "5%"),
-            "the bound is for --batching grouped or auto",
+            "the bound is for batching by grouped or auto",
         ),
         (
             (

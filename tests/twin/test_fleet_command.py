@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
-from loraplex.workload.jsonl import write_workload
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 
 def test_a_fleet_is_simulated(profile: Path, workload: Path, tmp_path: Path) -> None:
@@ -164,6 +164,52 @@ def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
     result = fleet("simulate", profile, path, *args, "--migrate")
     assert result.exit_code == 0, result.output
     assert "of requests between replicas" in result.output
+
+
+def burst_on_one_adapter(folder: Path) -> Path:
+    path = folder / "burst.jsonl"
+    requests = [
+        WorkloadRequest(arrival_s=0.0, prompt_tokens=64, output_tokens=40, adapter=each % 2)
+        for each in range(48)
+    ]
+    write_workload(path, requests)
+    return path
+
+
+def test_replicas_batch_by_the_policy_that_is_asked_for(tmp_path: Path) -> None:
+    workload, out = burst_on_one_adapter(tmp_path), tmp_path / "out.json"
+    merged = {}
+    for batching in ("fcfs", "merged"):
+        result = fleet(
+            "simulate", Path("h200-llama-2-7b"), workload, "--replicas", "2", "--routing", "affinity",
+            "--batching", batching, "--json", str(out),
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert ("% of steps merged" in result.output) == (batching == "merged")
+        assert written(out)["batching"] == batching
+        merged[batching] = written(out)["summary"]
+    assert merged["fcfs"]["num_merged_steps"] == 0
+    assert merged["merged"]["num_merged_steps"] > 0.9 * merged["merged"]["num_steps"]
+    assert merged["merged"]["duration_s"] != merged["fcfs"]["duration_s"]
+
+
+def test_policies_are_compared_and_limits_found_with_a_batching_policy(tmp_path: Path) -> None:
+    workload, out = burst_on_one_adapter(tmp_path), tmp_path / "out.json"
+    args = ("--replicas", "2", "--policies", "affinity", "--seeds", "1", "--json", str(out))
+    means = []
+    for batching in ((), ("--batching", "auto", "--max-delay-by-grouping", "50%"), ("--batching", "merged")):
+        result = fleet("compare", Path("h200-llama-2-7b"), workload, *args, *batching)
+        assert result.exit_code == 0, result.output
+        [figures] = written(out)["policies"].values()
+        means.append(figures["tpt_mean_s"])
+        if "auto" in batching:
+            assert written(out)["max_delay"] == {"share": 0.5, "seconds": 0.0}
+    assert means[0] != means[2]
+    refused = fleet("capacity", Path("h200-llama-2-7b"), workload, *args[:4], "--max-delay-by-grouping", "5%")
+    assert refused.exit_code == 2
+    assert "the bound is for batching by grouped or auto" in " ".join(
+        refused.output.replace("│", " ").split()
+    )
 
 
 def test_policies_are_listed() -> None:

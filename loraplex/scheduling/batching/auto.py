@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.core.batching import DelayBound
-from loraplex.scheduling.batching.policy import ALL, StepBatch, View, merged_batch
+from loraplex.scheduling.batching.policy import ALL, StepBatch, View, count_by_adapter, merged_batch
 from loraplex.scheduling.request_state import RequestState
 
 
@@ -24,32 +24,40 @@ class AutoBatching:
         self._bound = bound
         self._candidate: str | None = None
         self._lost_s = 0.0  # by unmerged steps, while `_candidate` could have been merged
+        self._loses_s = 0.0  # by the step chosen last, if it runs unmerged
+        self._waits_s = 0.0  # for each of `_paused`, if it runs merged
+        self._paused: list[RequestState] = []
 
     def choose(self, view: View) -> StepBatch:
+        self._loses_s, self._paused = 0.0, []
+        # Only requests that would run anyway: nobody takes the place of a request that pauses.
         fcfs = view.fcfs
-        candidate = next((each for each in view.most_requested() if view.can_merge(each)), None)
+        counts = count_by_adapter(fcfs).most_common()
+        candidate = next((each for each, _ in counts if each is not None and view.can_merge(each)), None)
         if candidate != self._candidate:
             self._candidate, self._lost_s = candidate, 0.0
         if candidate is None:
             return ALL
-        # Those that would run anyway: nobody takes the place of a request that pauses.
         merged = [each for each in fcfs if each.adapter == candidate]
         paused = [each for each in fcfs if each.adapter != candidate]
-        if not merged:
-            return ALL
-        merged_s = view.iteration_s(merged, True)
+        merged_s, merge_s = view.iteration_s(merged, True), view.merge_s(candidate)
         gained_s = len(merged) * view.iteration_s(fcfs, False) / len(fcfs) - merged_s
-        waits_s = merged_s + view.merge_s(candidate)
+        waits_s = merged_s + merge_s
         if gained_s <= 0 or not self._may_pause(paused, waits_s, view.now_s):
             self._lost_s = 0.0
             return ALL
-        if view.merged != candidate:
-            self._lost_s += gained_s
-            if self._lost_s < view.merge_s(candidate):
-                return ALL
-        for each in paused:
-            each.delayed_s += waits_s
+        self._loses_s = gained_s
+        if view.merged != candidate and self._lost_s + gained_s < merge_s:
+            return ALL
+        self._paused, self._waits_s = paused, waits_s
         return merged_batch(candidate)
+
+    def ran(self, batch: StepBatch) -> None:
+        if batch.merged is None:
+            self._lost_s += self._loses_s
+            return
+        for each in self._paused:
+            each.delayed_s += self._waits_s
 
     def forget(self, version: str) -> None:
         if self._candidate == version:

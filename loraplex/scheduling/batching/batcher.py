@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,8 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.merged_weights import MergedWeights
 from loraplex.scheduling.plan import Chunk
 from loraplex.scheduling.request_state import RequestState
-from loraplex.scheduling.step_features import step_features
+from loraplex.scheduling.request_table import RequestTable
+from loraplex.scheduling.step_features import decode_features, step_features
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _arrival = attrgetter("arrival")
@@ -45,7 +46,10 @@ class Batcher:
         self.displaces = self._policy is not None and self._policy.displaces
         self.now_s = 0.0
         self._keeps_time = config.batching.needs_costs
-        self.batch: StepBatch = ALL
+        self.batch: StepBatch = ALL  # of the next step
+        self._is_chosen = False  # by the policy
+        self._num_left_out = 0
+        self._merged_before: str | None = None
         self._num_switches = 0
         self._num_merged_steps = 0
         self._num_pauses = 0
@@ -61,45 +65,58 @@ class Batcher:
         self,
         running: Sequence[RequestState],
         ready: Iterable[RequestState],
-        on_version: Callable[[str], Sequence[RequestState]],
+        known: RequestTable,
     ) -> list[RequestState]:
         """Choose the batch of the next step, and return the running requests that it has. `ready`: waiting
-        requests that could be admitted, in order. `on_version`: returns all requests on a version, oldest
-        first."""
+        requests that could be admitted, in order. `known`: all requests in the engine."""
         if self._policy is None:
             return list(running)
         requests = [*running, *ready]
         if self.displaces:
             requests.sort(key=_arrival)
-        batch = self._policy.choose(self._view(requests, on_version))
+        batch = self._policy.choose(self._view(requests, known))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL
+        self._is_chosen = True
         return self._take(batch, running, requests)
 
     def choose_all(self, running: Sequence[RequestState]) -> list[RequestState]:
         """Choose a batch of all running requests instead: those that the policy chose could not run."""
+        self._is_chosen = False
         return self._take(ALL, running, running)
 
     def _take(
         self, batch: StepBatch, running: Sequence[RequestState], requests: Sequence[RequestState]
     ) -> list[RequestState]:
-        """Count a batch, and return the running requests that it has. `requests`: what it was chosen from."""
-        self._num_switches += batch.merged != self.batch.merged
-        self._num_merged_steps += batch.merged is not None
+        """Take a batch for the next step, and return the running requests that it has. `requests`: what it
+        was chosen from."""
         self.batch = batch
         chosen = set(batch.select(requests, self._config.max_running))
         active = [each for each in running if each in chosen]
-        self._num_pauses += len(running) - len(active)
+        self._num_left_out = len(running) - len(active)
         return active
 
     def step_decided(self, chunks: Sequence[Chunk], versions: Set[str | None]) -> None:
         """Record the step that was decided. `versions`: the adapters of its chunks, with None for the base
         model."""
+        if self._policy is not None:
+            self._count()
+            if self._is_chosen:
+                self._policy.ran(self.batch)
         is_merged = self.batch.merged is not None
         self._num_adapters += 0 if is_merged else len(versions) - (None in versions)
         if self._keeps_time:
             merge_s = self._model.merge_s(self.merged.bytes_to_write)
-            self.pass_time(merge_s + self._step_s(step_features(chunks, self._adapter_bytes), is_merged))
+            self.pass_time(
+                merge_s + self._step_s(step_features(chunks, self._memory.table.known_bytes), is_merged)
+            )
+
+    def _count(self) -> None:
+        merged = self.batch.merged
+        self._num_switches += merged != self._merged_before
+        self._num_merged_steps += merged is not None
+        self._num_pauses += self._num_left_out
+        self._merged_before = merged
 
     def pass_time(self, seconds: float) -> None:
         """Record predicted seconds of steps."""
@@ -132,13 +149,12 @@ class Batcher:
             "owed_credit_s": sum(balance for balance in balances.values() if balance > 0),
         }
 
-    def _view(
-        self, requests: Sequence[RequestState], on_version: Callable[[str], Sequence[RequestState]]
-    ) -> View:
+    def _view(self, requests: Sequence[RequestState], known: RequestTable) -> View:
         return View(
             requests=requests,
             max_running=self._config.max_running,
-            on_version=on_version,
+            on_version=known.on_version,
+            num_on_version=known.num_on_version,
             merged=self.merged.version,
             can_merge=self.merged.can_hold,
             merge_s=self._merge_s,
@@ -150,7 +166,9 @@ class Batcher:
         return self._model.merge_s(self.merged.bytes_of(version))
 
     def _iteration_s(self, requests: Sequence[RequestState], is_merged: bool) -> float:
-        return self._step_s(self._features(requests), is_merged)
+        """Return the predicted seconds of a step in which all of these requests decode. Prompts have to be
+        computed once, in whatever order, so that they decide nothing."""
+        return self._step_s(decode_features(requests, self._memory.table.known_bytes), is_merged)
 
     def _step_s(self, features: StepFeatures, is_merged: bool) -> float:
         return self._model.step_s(features.on_merged_weights() if is_merged else features)
@@ -159,16 +177,6 @@ class Batcher:
     def _model(self) -> CostModel:
         assert self._costs is not None
         return self._costs.model
-
-    def _features(self, requests: Sequence[RequestState]) -> StepFeatures:
-        """Return the features of a step in which all of these requests decode. Prompts have to be computed
-        once, in whatever order, so that they decide nothing."""
-        return step_features([each.next_decode() for each in requests], self._adapter_bytes)
-
-    def _adapter_bytes(self, version: str) -> int:
-        """Return a version's bytes, or 0: it may be forgotten while a step uses it."""
-        table = self._memory.table
-        return table.num_bytes(version) if table.knows(version) else 0
 
 
 def _policy_of(config: SchedulerConfig) -> BatchingPolicy | None:

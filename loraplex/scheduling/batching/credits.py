@@ -9,7 +9,7 @@ it has paid most of that back. The sum of all credits never changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from loraplex.scheduling.request_state import RequestState
@@ -40,9 +40,9 @@ class Credits:
     def credit_of(self, adapter: str | None) -> float:
         return self.limits.initial + self.balances.get(adapter, 0.0)
 
-    def starving_among(self, adapters: Collection[str | None]) -> frozenset[str | None]:
+    def starving_among(self, adapters: Set[str | None]) -> frozenset[str | None]:
         """Return which of these adapters starve."""
-        for adapter in adapters:
+        for adapter in self.balances.keys() & adapters:  # the others have their first credit
             credit = self.credit_of(adapter)
             if credit > self.limits.starving:
                 self._starving.add(adapter)

@@ -19,5 +19,8 @@ class MergedOnly:
             return StepBatch(only=frozenset((None,)))
         return merged_batch(version) if view.can_merge(version) else ALL
 
+    def ran(self, batch: StepBatch) -> None:
+        """Do nothing: nothing is recorded."""
+
     def forget(self, version: str) -> None:
         """Do nothing: nothing is recorded."""

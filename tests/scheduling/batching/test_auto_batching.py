@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from views import ADAPTER_S, MERGE_S, MERGED_S, requests, view
+from views import ADAPTER_S, MERGE_S, MERGED_S, requests, step, view
 
 from loraplex.core.batching import DelayBound
 from loraplex.scheduling.batching.auto import AutoBatching
@@ -14,28 +14,28 @@ BOUND = DelayBound(share=0.25, seconds=0.1)
 def test_an_engine_merges_once_it_has_lost_as_much_as_that_costs() -> None:
     auto, made = AutoBatching(BOUND), requests("aaaa")
     num_unmerged = 0
-    while auto.choose(view(made)) == ALL:
+    while step(auto, view(made)) == ALL:
         num_unmerged += 1
         assert num_unmerged * ADAPTER_S < MERGE_S
     assert num_unmerged == int(MERGE_S / ADAPTER_S)
 
 
 def test_what_is_merged_already_is_used_at_once() -> None:
-    assert AutoBatching(BOUND).choose(view(requests("aaaa"), merged="a")) == merged_batch("a")
+    assert step(AutoBatching(BOUND), view(requests("aaaa"), merged="a")) == merged_batch("a")
 
 
 def test_nothing_is_merged_for_the_base_model_or_without_memory() -> None:
     auto = AutoBatching(BOUND)
     for _ in range(100):
-        assert auto.choose(view(requests("----"))) == ALL
-        assert auto.choose(view(requests("aaaa"), mergeable="")) == ALL
+        assert step(auto, view(requests("----"))) == ALL
+        assert step(auto, view(requests("aaaa"), mergeable="")) == ALL
 
 
 def test_others_pause_no_longer_than_the_bound_allows() -> None:
     auto, made = AutoBatching(BOUND), requests("aaaaaaaaab")
     num_merged = 0
     for _ in range(100):
-        if auto.choose(view(made, max_running=16, merged="a")) != ALL:
+        if step(auto, view(made, max_running=16, merged="a")) != ALL:
             num_merged += 1
     assert made[-1].delayed_s <= BOUND.seconds
     assert num_merged == int(BOUND.seconds / MERGED_S + 1e-9)
@@ -44,22 +44,39 @@ def test_others_pause_no_longer_than_the_bound_allows() -> None:
 def test_the_longer_a_request_runs_the_longer_it_may_pause() -> None:
     auto, made = AutoBatching(BOUND), requests("aaaaaaaaab")
     made[-1].delayed_s = BOUND.seconds
-    assert auto.choose(view(made, max_running=16, merged="a", now_s=0.3)) == ALL
-    assert auto.choose(view(made, max_running=16, merged="a", now_s=1.0)) == merged_batch("a")
+    assert step(auto, view(made, max_running=16, merged="a", now_s=0.3)) == ALL
+    assert step(auto, view(made, max_running=16, merged="a", now_s=1.0)) == merged_batch("a")
 
 
 def test_prompts_of_others_are_not_delayed() -> None:
     made = requests("aaaaaaaaab")
     made[-1].num_computed = 0
-    assert AutoBatching(BOUND).choose(view(made, max_running=16, merged="a")) == ALL
+    assert step(AutoBatching(BOUND), view(made, max_running=16, merged="a")) == ALL
 
 
 def test_too_few_requests_gain_nothing_while_many_pause() -> None:
-    assert AutoBatching(BOUND).choose(view(requests("aabbb"), max_running=16, merged="a")) == ALL
+    assert step(AutoBatching(BOUND), view(requests("aabbb"), max_running=16, merged="a")) == ALL
 
 
 def test_a_removed_adapter_is_forgotten() -> None:
     auto, made = AutoBatching(BOUND), requests("aaaa")
-    assert auto.choose(view(made)) == ALL
+    assert step(auto, view(made)) == ALL
     auto.forget("a")
-    assert auto.choose(view(made)) == ALL, "it counts from the beginning"
+    assert step(auto, view(made)) == ALL, "it counts from the beginning"
+
+
+def test_the_candidate_is_the_adapter_that_most_of_the_requests_that_would_run_are_on() -> None:
+    made = requests("bbba" + "a" * 8)  # four run, the others wait
+    assert step(AutoBatching(BOUND), view(made, merged="b")) == merged_batch("b")
+
+
+def test_nobody_is_charged_for_a_merged_step_that_did_not_run() -> None:
+    auto, made = AutoBatching(BOUND), requests("aaaaaaaaab")
+    seen = view(made, max_running=16, merged="a")
+    assert auto.choose(seen) == merged_batch("a")
+    auto.ran(ALL)  # there was no memory
+    assert made[-1].delayed_s == 0
+    assert step(auto, seen) == merged_batch("a")
+    assert made[-1].delayed_s == MERGED_S
+    auto.choose(seen)  # all is in flight: there was no step
+    assert made[-1].delayed_s == MERGED_S

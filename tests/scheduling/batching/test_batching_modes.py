@@ -286,3 +286,16 @@ def test_a_buffer_that_does_not_fit_leaves_requests_unmerged() -> None:
     bench.run_all()
     assert bench.modes == {None}
     assert bench.memory.merged_bytes == 0
+
+
+def test_nobody_pays_for_merged_steps_that_find_no_memory() -> None:
+    bench = Bench(2, Batching.DYNAMIC, shared=False, max_running=8)
+    refused = []
+    held = bench.memory.take_merged
+    bench.memory.take_merged = lambda num_bytes: refused.append(num_bytes) or held(1 << 30)  # type: ignore[method-assign, func-returns-value]
+    for adapter in "aaaaaaabaaaaaa":
+        bench.add(adapter, num_output=12)
+    bench.run_all()
+    assert refused, "an adapter was to be merged"
+    stats = bench.scheduler.stats(0)
+    assert (stats.num_merged_steps, stats.num_pauses, stats.owed_credit_s) == (0, 0, 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.scheduling.batching.policy import View
+from loraplex.scheduling.batching.policy import BatchingPolicy, StepBatch, View
 from loraplex.scheduling.request_state import RequestState
 
 MERGED_S = 0.010
@@ -50,6 +50,7 @@ def view(
     return View(
         requests=made,
         on_version=lambda version: [each for each in made if each.adapter == version],
+        num_on_version=lambda version: sum(each.adapter == version for each in made),
         max_running=max_running,
         merged=merged,
         can_merge=lambda version: version in mergeable,
@@ -57,6 +58,13 @@ def view(
         iteration_s=iteration_s,
         now_s=now_s,
     )
+
+
+def step(policy: BatchingPolicy, seen: View) -> StepBatch:
+    """Return the batch that the policy chooses, after a step with it."""
+    batch = policy.choose(seen)
+    policy.ran(batch)
+    return batch
 
 
 def ids(made: Sequence[RequestState]) -> list[str]:

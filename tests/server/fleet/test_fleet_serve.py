@@ -77,6 +77,23 @@ def test_predicted_figures_stand_beside_measured_ones(kind: str, request: pytest
     assert 'loraplex:twin_replays_total{result="failed"} 0.0' in page
 
 
+def test_all_replicas_batch_by_the_policy_that_the_banner_names(folder: Path, tmp_path: Path) -> None:
+    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path), "--replicas", "2")
+    options = (*options, "--routing", "round-robin", "--no-shadow-twin", "--batching", "merged")
+    with serving(folder, *options, command="fleet serve") as (process, url, _):
+        assert process.stdout is not None
+        banner = itertools.takewhile(lambda line: "Try it" not in line, process.stdout)
+        assert "  batching    merged\n" in banner
+        for _ in range(2):
+            answer(url, "one")
+
+        def merges() -> float:
+            page = httpx.get(f"{url}/metrics").text
+            return float(re.findall(r"^loraplex:merges_total\S* (\S+)$", page, re.MULTILINE)[0])
+
+        wait_until(lambda: merges() >= 2, "a replica did not merge")
+
+
 def test_a_fleet_answers_as_a_single_server_does(fleet: str, single: str) -> None:
     before = [row["sent"] for row in replicas(fleet)]
     for model in MODELS:

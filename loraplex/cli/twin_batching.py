@@ -1,0 +1,192 @@
+"""`loraplex twin batching`: batching policies side by side on one workload.
+
+Imports are deferred until the command runs, to keep `--help` fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from loraplex.cli.batching_options import MaxDelay, parse_delay
+from loraplex.cli.json_out import check_writable, files_saved, save_json
+from loraplex.cli.table import Column, print_table, text_column
+from loraplex.cli.twin_options import (
+    AdapterMib,
+    Adapters,
+    CpuWorkers,
+    JsonPath,
+    KvSwapMemory,
+    KvTokens,
+    MaxCopyRate,
+    MaxRunning,
+    Model,
+    Modules,
+    ProfilePath,
+    Ranks,
+    Seconds,
+    StartPolicy,
+    TwinOptions,
+    WorkloadPath,
+    read_inputs,
+    read_profile_of,
+)
+from loraplex.core.batching import Batching, DelayBound
+from loraplex.core.choices import choice
+from loraplex.core.errors import OptionError, UserError
+from loraplex.core.progress import shown_progress
+from loraplex.core.words import plural
+
+if TYPE_CHECKING:
+    from loraplex.twin.replay import ReplayOptions
+
+_OPTION: Final = "--policies"
+_ALL: Final = ",".join(Batching)
+_Policies = Annotated[
+    str,
+    typer.Option(
+        _OPTION, help="Names with commas between them; all of them by default (see docs/batching.md)."
+    ),
+]
+
+
+def _figure(key: str, heading: str, show: str) -> Column:
+    return Column(key=key, heading=heading, kind=float, show=show.format)
+
+
+# The most important columns first: a narrow terminal drops the last ones.
+_COLUMNS: Final = (
+    text_column("policy"),
+    _figure("output_tok_s", "output tok/s", "{:,.0f}"),
+    _figure("ttft_mean_ms", "TTFT ms", "{:,.1f}"),
+    _figure("ttft_p95_ms", "TTFT p95 ms", "{:,.1f}"),
+    _figure("tpt_mean_ms", "TPT ms", "{:,.2f}"),
+    _figure("e2e_mean_ms", "E2E ms", "{:,.1f}"),
+    _figure("merged_share", "merged steps", "{:.0%}"),
+)
+
+
+def batching(
+    profile: ProfilePath,
+    workload: WorkloadPath,
+    policies: _Policies = _ALL,
+    max_delay_by_grouping: MaxDelay = None,
+    model: Model = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    seconds: Seconds = None,
+    kv_tokens: KvTokens = None,
+    adapter_mib: AdapterMib = None,
+    modules: Modules = None,
+    max_running: MaxRunning = None,
+    cold_start: StartPolicy = None,
+    cpu_workers: CpuWorkers = None,
+    max_copy_gb_per_s: MaxCopyRate = None,
+    kv_swap_memory: KvSwapMemory = None,
+    json_out: JsonPath = None,
+) -> None:
+    """Simulate a workload under several batching policies, and compare them."""
+    from loraplex.perf.slot_profile import SlotProfile
+
+    check_writable(json_out, inputs=(profile, workload))
+    named = _named(policies)
+    bound = _bound(max_delay_by_grouping, named)
+    found = read_profile_of(profile, model)
+    if isinstance(found, SlotProfile):
+        raise UserError(
+            f"{profile}: it is of an engine with slots, which has no batching policies to choose from; give "
+            "a profile of our own engine, one of those that `loraplex profile list` shows"
+        )
+    options = TwinOptions(
+        adapters=adapters,
+        ranks=ranks,
+        slots=None,
+        kv_tokens=kv_tokens,
+        adapter_mib=adapter_mib,
+        modules=modules,
+        max_running=max_running,
+        seconds=seconds,
+        cold_start=cold_start,
+        cpu_workers=cpu_workers,
+        max_copy_gb_per_s=max_copy_gb_per_s,
+        kv_swap_memory=kv_swap_memory,
+    )
+    requests, replayed = read_inputs(workload, options)
+    summaries: dict[str, dict[str, Any]] = {}
+    overloaded: list[str] = []
+    from loraplex.twin.replay import replay
+
+    expected = f"{len(named)} {plural('run', len(named))}"
+    with shown_progress("simulating", expected=expected) as progress:
+        for number, policy in enumerate(named):
+            progress(policy, number / len(named))
+            outcome = replay(found, requests, _under(policy, replayed, bound))
+            summaries[policy] = outcome.summary()
+            if outcome.is_overloaded():
+                overloaded.append(policy)
+        progress("done", 1.0)
+
+    def write_figures(path: Path) -> None:
+        bounds = asdict(bound) if any(each.groups for each in named) else None
+        save_json(
+            path,
+            {
+                "profile": str(profile),
+                "workload": str(workload),
+                "max_delay": bounds,
+                "overloaded": overloaded,
+                "policies": summaries,
+            },
+        )
+
+    with files_saved((json_out, write_figures)):
+        print_table([_row(name, summary) for name, summary in summaries.items()], _COLUMNS)
+        typer.echo(
+            "Means, but for p95. TTFT: to the first token. E2E: whole time. TPT: that over output tokens."
+        )
+        if overloaded:
+            typer.echo(
+                f"overloaded under {', '.join(overloaded)}: it serves less than 90% of what is asked for"
+            )
+
+
+def _named(text: str) -> list[Batching]:
+    """Return the policies of `--policies`. Raises a usage error."""
+    try:
+        found = [choice("batching policy", name.strip(), Batching) for name in text.split(",")]
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint=_OPTION) from None
+    for policy in found:
+        if found.count(policy) > 1:
+            raise typer.BadParameter(f"{policy} is named twice; leave one of them out", param_hint=_OPTION)
+    return found
+
+
+def _bound(text: str | None, policies: list[Batching]) -> DelayBound:
+    """Return the bound for those policies that have one. Raises a usage error, also if none has."""
+    with_bound = next((each for each in policies if each.groups), policies[0])
+    return parse_delay(text, with_bound)
+
+
+def _under(policy: Batching, options: ReplayOptions, bound: DelayBound) -> ReplayOptions:
+    return replace(options, batching=policy, max_delay=bound if policy.groups else DelayBound())
+
+
+def _row(policy: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+    ttft, tpt, e2e = (summary[name] or {} for name in ("ttft_s", "tpt_s", "e2e_s"))
+    times_s = {
+        "ttft_mean_ms": ttft.get("mean"),
+        "ttft_p95_ms": ttft.get("p95"),
+        "tpt_mean_ms": tpt.get("mean"),
+        "e2e_mean_ms": e2e.get("mean"),
+    }
+    return {
+        "policy": policy,
+        "output_tok_s": summary["output_tok_s"],
+        **{name: None if each is None else each * 1e3 for name, each in times_s.items()},
+        "merged_share": summary["num_merged_steps"] / max(summary["num_steps"], 1),
+    }

@@ -1,0 +1,80 @@
+"""`loraplex twin batching`: batching policies side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from twin_commands import error_of, profile_in, twin, workload_in
+
+from loraplex.core.batching import Batching
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
+
+PROFILE = Path("h200-llama-2-7b")
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    """Return a workload that nearly all is for one adapter."""
+    path = tmp_path / "workload.jsonl"
+    requests = [
+        WorkloadRequest(
+            arrival_s=0.0, prompt_tokens=64 + number, output_tokens=40, adapter=int(number % 8 == 7)
+        )
+        for number in range(48)
+    ]
+    write_workload(path, requests)
+    return path
+
+
+def test_all_policies_are_compared_in_one_table(workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = twin("batching", PROFILE, workload, "--ranks", "128", "--modules", "all", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())["policies"]
+    assert list(found) == list(Batching)
+    rows = {line.split()[0]: line.split() for line in result.output.splitlines() if line}
+    for name, summary in found.items():
+        cells = rows[name][1:]
+        assert cells[0] == f"{summary['output_tok_s']:,.0f}"
+        assert cells[1:3] == [f"{summary['ttft_s'][key] * 1e3:,.1f}" for key in ("mean", "p95")]
+        assert cells[3] == f"{summary['tpt_s']['mean'] * 1e3:,.2f}"
+        assert cells[4] == f"{summary['e2e_s']['mean'] * 1e3:,.1f}"
+        assert cells[5] == f"{summary['num_merged_steps'] / summary['num_steps']:.0%}"
+    assert found["fcfs"]["num_merged_steps"] == 0 < found["merged"]["num_merged_steps"]
+
+
+def test_a_policy_has_the_figures_of_a_run_with_it(workload: Path, tmp_path: Path) -> None:
+    out, alone = tmp_path / "out.json", tmp_path / "alone.json"
+    options = ("--max-running", "8", "--max-delay-by-grouping", "50%")
+    chosen = ("--policies", "fcfs, auto")
+    assert twin("batching", PROFILE, workload, *options, *chosen, "--json", str(out)).exit_code == 0
+    run = twin("run", PROFILE, workload, *options, "--batching", "auto", "--json", str(alone))
+    assert run.exit_code == 0
+    found = json.loads(out.read_text())
+    assert list(found["policies"]) == ["fcfs", "auto"]
+    assert found["policies"]["auto"] == json.loads(alone.read_text())["summary"]
+    assert found["max_delay"] == {"share": 0.5, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--policies", "fcfs,autp"), "no batching policy 'autp'; did you mean auto? There are fcfs"),
+        (("--policies", "fcfs,,auto"), "there is no batching policy ''; there are fcfs,"),
+        (("--policies", "auto,auto"), "auto is named twice; leave one of them out"),
+        (("--policies", "fcfs,merged", "--max-delay-by-grouping", "5%"), "the bound is for batching by"),
+    ],
+)  # fmt: skip
+def test_policies_that_cannot_be_compared_are_refused(
+    options: tuple[str, ...], words: str, workload: Path
+) -> None:
+    result = twin("batching", PROFILE, workload, *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())
+
+
+def test_an_engine_with_slots_has_no_policies(tmp_path: Path) -> None:
+    result = twin("batching", profile_in(tmp_path, "slots"), workload_in(tmp_path))
+    assert "give a profile of our own engine" in error_of(result)
