@@ -66,7 +66,10 @@ def _cases(num_adapters: int) -> list[_Case]:
         _Case(name="rows, few segments", launch=RowsLaunch.for_segments(4), lens=[1, 0, 1, 1]),
         _Case(name="rows, a single token", launch=RowsLaunch.for_segments(1), lens=[0] * 6 + [1]),
         _Case(name="rows, shared", launch=RowsLaunch(), lens=[1, 3, 0, 2, 5] * 3),
-        _Case(name="small blocks, shared", launch=BlocksLaunch.for_decode(), lens=[1, 16, 0, 17, 5] * 3),
+        *(
+            _Case(name=f"small blocks, shared, {few}", launch=launch, lens=[1, 16, 0, 17, 5] * 3)
+            for few, launch in (("few", BlocksLaunch.for_decode(32)), ("many", BlocksLaunch.for_decode(256)))
+        ),
         _Case(name="blocks of prompts", launch=BlocksLaunch(), lens=[1, 0, 5, 64, 65, 17, 130] * 2),
         _Case(name="a few prompts", launch=BlocksLaunch.for_prompts(256), lens=[1, 0, 5, 33, 64, 17, 130]),
         _Case(name="one long prompt", launch=BlocksLaunch(), lens=[0] * (num_adapters - 1) + [700]),
@@ -74,16 +77,24 @@ def _cases(num_adapters: int) -> list[_Case]:
 
 
 def _tiny_cases() -> list[_Case]:
-    small = {"shrink_block_k": 32, "rank_programs": 2, "expand_block_n": 32}
     return [
         _Case(
             name="rows",
-            launch=RowsLaunch(shrink_block_r=8, expand_block_r=16, **small),
+            launch=RowsLaunch(
+                shrink_block_r=8, shrink_block_k=32, rank_programs=2, expand_block_n=32, expand_block_r=16
+            ),
             lens=[1, 0, 2, 1],
         ),
         _Case(
             name="blocks",
-            launch=BlocksLaunch(block_m=16, shrink_block_r=16, expand_block_r=16, **small),
+            launch=BlocksLaunch(
+                block_m=16,
+                shrink_block_r=16,
+                shrink_block_k=32,
+                rank_programs=2,
+                expand_block_n=32,
+                expand_block_r=16,
+            ),
             lens=[1, 0, 17, 2],
         ),
     ]

@@ -32,7 +32,7 @@ SWITCHES: Final = 1000
 _PROMPT_TOKENS: Final = 12
 """Fewer than a block has: the prefix cache never answers, so that a request is computed alike every time."""
 _SUM_ERROR: Final = 2e-6
-"""What float32 sums of large numbers lose, over the largest result."""
+"""Share of the largest result that float32 sums of large numbers lose."""
 
 
 def merging(setting: Setting) -> list[Check]:

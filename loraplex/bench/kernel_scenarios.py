@@ -27,7 +27,7 @@ _REPLAYS = 20
 _NUM_OUTPUTS = 4
 _SHARED_RANK: Final = 64
 _SHARED: Final[tuple[tuple[str, list[int], Launch], ...]] = (
-    ("32 requests on one", [32], BlocksLaunch.for_decode()),
+    ("32 requests on one", [32], BlocksLaunch.for_decode(32)),
     ("144 requests on 100", [2] * 44 + [1] * 56, RowsLaunch.for_segments(144)),
     ("prompts, 2 x 128 tokens, on 2", [128] * 2, BlocksLaunch.for_prompts(256)),
     ("prompts, 8 x 256 tokens, on 8", [256] * 8, BlocksLaunch.for_prompts(2048)),

@@ -171,7 +171,8 @@ def _all_variants(shape: ModelShape, num_sms: int, *, assisted: bool) -> Iterato
         by_attention[num_splits, has_many_programs(decodes, shape.num_kv_heads, num_splits)] = decodes
     for rows in {1, DECODE_ROWS[-1], *by_attention.values()}:  # few tiles, many, and every kind of attention
         yield GraphKey(decode_sizes(rows, _TABLE_WIDTH), groups, False)
-    yield GraphKey(decode_sizes(DECODE_ROWS[-1], _TABLE_WIDTH), groups, True)
+    for rows in (1, DECODE_ROWS[-1]):
+        yield GraphKey(decode_sizes(rows, _TABLE_WIDTH), groups, True)
     for rows in _PROMPT_ROWS:
         mixed = mixed_sizes(rows, MIXED_DECODES[0], 1, _TABLE_WIDTH, shape.num_layers)
         yield GraphKey(mixed, groups, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,9 @@ from loraplex.kernels.triton.lora_rows import RowsLaunch
 from loraplex.kernels.triton.lora_step import LoraScratch, LoraStep, cut_tiles, new_step
 from loraplex.kernels.triton.triton_kernels import StepSegments
 
-_ROWS_TO_SHARE: Final = 2.5
-"""Mean number of rows per adapter from which it pays to read its weights once for several rows."""
+_ROWS_TO_SHARE, _ROWS_OVER_RANK = 1.5, 80
+"""It pays to read an adapter's weights once for several rows if it has so many rows on average, and the
+second over the rank more: the smaller its weights, the less there is to read."""
 
 Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """First row and number of rows of each tile; the address of its adapter's table."""
@@ -52,7 +52,7 @@ class StepLora:
                     tiles_N2=block["decode_tiles"],
                     tables_N=block["decode_tables"],
                     num_rows=sizes.decodes,
-                    launch=_decode_launch(self.shares, sizes.decode_tiles),
+                    launch=_decode_launch(self.shares, sizes.decode_tiles, sizes.decodes),
                     groups=self.groups,
                     scratch=None if scratch is None else scratch.decodes,
                 )
@@ -86,7 +86,7 @@ class StepScratch:
                 shape,
                 num_tiles=max(size.decode_tiles for size in sizes),
                 num_rows=max(size.decodes for size in sizes),
-                launches=[RowsLaunch(), BlocksLaunch.for_decode()],
+                launches=[RowsLaunch(), *(BlocksLaunch.for_decode(size.decodes) for size in sizes)],
                 device=device,
             ),
             spans=LoraScratch.empty(
@@ -110,13 +110,13 @@ def split_segments(batch: KernelBatch, *, may_share: bool = True, num_rows: int 
     decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
     lengths = segments.spans_N2[decodes, 1]
     # Only without prompts: with them, sharing is not worth a graph of its own.
-    pays = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= _ROWS_TO_SHARE)
+    least = _ROWS_TO_SHARE + _ROWS_OVER_RANK / segments.max_rank
+    pays = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= least)
     shares = may_share and pays
+    decode_launch = _decode_launch(shares, len(lengths), num_rows)
     span_launch = BlocksLaunch.for_prompts(num_rows)
     return StepLora(
-        decode_tiles=cut_tiles(
-            segments.spans_N2[decodes], segments.tables_N[decodes], _decode_launch(shares, len(lengths))
-        ),
+        decode_tiles=cut_tiles(segments.spans_N2[decodes], segments.tables_N[decodes], decode_launch),
         span_tiles=cut_tiles(segments.spans_N2[~decodes], segments.tables_N[~decodes], span_launch),
         groups=segments.groups,
         shares=shares,
@@ -136,5 +136,5 @@ def no_tiles(groups: frozenset[str], *, shares: bool, num_rows: int) -> StepLora
     )
 
 
-def _decode_launch(shares: bool, num_tiles: int) -> RowsLaunch | BlocksLaunch:
-    return BlocksLaunch.for_decode() if shares else RowsLaunch.for_segments(num_tiles)
+def _decode_launch(shares: bool, num_tiles: int, num_rows: int) -> RowsLaunch | BlocksLaunch:
+    return BlocksLaunch.for_decode(num_rows) if shares else RowsLaunch.for_segments(num_tiles)

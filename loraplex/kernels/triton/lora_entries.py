@@ -2,7 +2,7 @@
 
 Every adapter has a table in device memory (`kernels.lora`), whose addresses are relative to the table itself,
 so that an adapter can be moved. Once per step, the tables of its segments are gathered by table row, with
-absolute addresses, so that a program can compute the address of its entry from its ids: one memory access
+absolute addresses, so that a program can compute the address of an entry: one memory access
 before the weights, not three.
 
     segments (N, 2)                     first row, number of rows (0: nothing to do)
@@ -41,19 +41,19 @@ def segment_of(segments):
 
 
 @triton.jit
-def entry_of(entries, table_row):
-    """Return the address of the table row of this program's segment."""
-    return entries + (table_row * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
+def entry_of(entries, table_row, segment, num_segments):
+    """Return the address of a segment's table row."""
+    return entries + (table_row * num_segments + segment) * COLUMNS
 
 
 @triton.jit
-def group_rank(entry, NUM_MODULES: tl.constexpr):
+def group_rank(entry, num_segments, NUM_MODULES: tl.constexpr):
     """Return the address of the stacked A's of the group that begins at this entry, and their number of
     rows."""
     address = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.int64)
     for m in tl.static_range(NUM_MODULES):
-        at = entry + m * tl.num_programs(0) * COLUMNS
+        at = entry + m * num_segments * COLUMNS
         rank = tl.load(at + 2)
         first = tl.load(at)
         address = tl.where((total == 0) & (rank > 0), first, address)
@@ -72,10 +72,11 @@ def weights_at(address, dtype: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def rank_before(entries, table_row, module):
-    """Return the number of rows of the stacked A's that belong to the group's modules before this one."""
-    first = tl.load(entry_of(entries, table_row) + 2, mask=module > 0, other=0)
-    second = tl.load(entry_of(entries, table_row + 1) + 2, mask=module > 1, other=0)
+def rank_before(entry, num_segments, module):
+    """Return the number of rows of the stacked A's that belong to the group's modules before this one.
+    `entry`: at which the group begins."""
+    first = tl.load(entry + 2, mask=module > 0, other=0)
+    second = tl.load(entry + num_segments * COLUMNS + 2, mask=module > 1, other=0)
     return first + second
 
 

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.lora_entries import (
+    COLUMNS,
     entry_of,
     group_rank,
     module_of_block,
@@ -74,7 +75,9 @@ def _shrink_rows(
     row, num_rows = segment_of(segments)
     if num_rows == 0:
         return
-    address, total_rank = group_rank(entry_of(entries, table_row), NUM_MODULES)
+    num_segments = tl.num_programs(0)
+    entry = entry_of(entries, table_row, tl.program_id(0), num_segments)
+    address, total_rank = group_rank(entry, num_segments, NUM_MODULES)
     weights = weights_at(address, x.dtype.element_ty, IN)
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     k_mask = k < IN
@@ -103,7 +106,9 @@ def _expand_rows(
     if num_rows == 0:
         return
     module, block, out, out_start = module_of_block(tl.program_id(1), OUT0, OUT1, OUT2, BLOCK_N)
-    entry = entry_of(entries, table_row + module)
+    num_segments = tl.num_programs(0)
+    group = entry_of(entries, table_row, tl.program_id(0), num_segments)
+    entry = group + module * num_segments * COLUMNS
     rank = tl.load(entry + 2)
     if rank == 0:
         return
@@ -113,7 +118,7 @@ def _expand_rows(
     column_mask = columns < out
     target = y + row * y_stride + out_start + columns
     before = tl.load(target, mask=column_mask, other=0.0)
-    source = h + row * h_stride + rank_before(entries, table_row, module)
+    source = h + row * h_stride + rank_before(group, num_segments, module)
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
         ranks = r0 + tl.arange(0, BLOCK_R)

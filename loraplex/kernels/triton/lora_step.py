@@ -1,6 +1,7 @@
 """The input of the LoRA kernels for one step, and the two launches for each group of linears.
 
-h (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a step
+h       (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a step
+counts  (tiles * MAX_RANK_BLOCKS)   int32: zeros between launches (`lora_blocks`)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 from loraplex.core.modules import GROUPS, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.lora import TABLE_COLUMNS
-from loraplex.kernels.triton.lora_blocks import BlocksLaunch, expand_blocks, shrink_blocks
+from loraplex.kernels.triton.lora_blocks import MAX_RANK_BLOCKS, BlocksLaunch, expand_blocks, shrink_blocks
 from loraplex.kernels.triton.lora_entries import first_row, gather_entries
 from loraplex.kernels.triton.lora_rows import RowsLaunch, expand_rows, shrink_rows
 
@@ -40,6 +41,7 @@ class LoraStep:
     tables_N: torch.Tensor
     entries: torch.Tensor
     shrunk_STR: torch.Tensor
+    counts: torch.Tensor
     launch: Launch
     groups: frozenset[str]
 
@@ -62,7 +64,7 @@ class LoraStep:
             )  # fmt: skip
         else:
             shrink_blocks(
-                x_TI, self.shrunk_STR, self.tiles_N2, self.entries,
+                x_TI, self.shrunk_STR, self.tiles_N2, self.entries, self.counts,
                 table_row=row, num_modules=len(modules), launch=self.launch,
             )  # fmt: skip
 
@@ -87,6 +89,7 @@ class LoraScratch:
 
     entries: torch.Tensor
     shrunk: torch.Tensor
+    counts: torch.Tensor
 
     @classmethod
     def empty(
@@ -103,6 +106,7 @@ class LoraScratch:
         return cls(
             entries=torch.zeros(math.prod(sizes[0][0]), dtype=torch.int64, device=device),
             shrunk=torch.empty(max(math.prod(shrunk) for _, shrunk in sizes), device=device),
+            counts=torch.zeros(num_tiles * MAX_RANK_BLOCKS, dtype=torch.int32, device=device),
         )
 
 
@@ -128,6 +132,7 @@ def new_step(
         tables_N=tables_N,
         entries=scratch.entries[: math.prod(entries)].view(entries),
         shrunk_STR=scratch.shrunk[: math.prod(shrunk)].view(shrunk),
+        counts=scratch.counts,
         launch=launch,
         groups=groups,
     )
