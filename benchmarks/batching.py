@@ -4,8 +4,8 @@
     python -m benchmarks.batching skew            these; the others keep their figures
 
 Writes results/batching.json. The engine's own scheduler runs on a virtual clock with the costs of the profile
-`h200-llama-2-7b`; merging is taken to move its bytes twice at 4 TB/s, as no profile has measured it. Adapters
-are in host memory at the start. Every figure is the mean of the seeds, with each seed's beside it.
+`h200-llama-2-7b`, and merging as `benchmarks.gpu_batching` measured it at rank 128, the slowest. Adapters are
+in host memory at the start. Every figure is the mean of the seeds, with each seed's beside it.
 
 queue   1,000 or 3,000 requests at once: output tokens per second over the base model's, and by how much the
         worst first token came later than the bound allows, compared with first come, first served
@@ -68,7 +68,9 @@ Requests = Sequence[WorkloadRequest]
 def our_costs() -> CostModel:
     profile = find_profile(Path(PROFILE))
     assert isinstance(profile, CostModel)
-    return replace(profile, merge=Line(latency_s=0.0, unit_s=2 / 4e12))
+    measured = json.loads((RESULTS / "gpu_batching.json").read_text())["merge"]["results"]
+    slowest_s = max(row["merge_ms"] / 1e3 / (row["merged_mb"] * 1e6) for row in measured)
+    return replace(profile, merge=Line(latency_s=0.0, unit_s=slowest_s))
 
 
 def dlora_costs() -> CostModel:

@@ -31,6 +31,7 @@ from benchmarks import (
     cost_tables,
     cpu_tables,
     fleet_tables,
+    gpu_batching_tables,
     gpu_tables,
     http_tables,
     live_tables,
@@ -69,7 +70,7 @@ VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
-BATCHING: Final = "batching.json"
+BATCHING, GPU_BATCHING = "batching.json", "gpu_batching.json"
 SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
 
@@ -136,6 +137,12 @@ TABLES: Final[dict[str, Table]] = {
     "batching-queue": Table((BATCHING,), batching_tables.queue_table, if_missing="Not measured yet.\n"),
     "batching-skew": Table((BATCHING,), batching_tables.skew_table, if_missing="Not measured yet.\n"),
     "batching-hot": Table((BATCHING,), batching_tables.hot_table, if_missing="Not measured yet.\n"),
+    "gpu-batching-note": Table((GPU_BATCHING,), gpu_batching_tables.note),
+    "gpu-merge": Table((GPU_BATCHING,), gpu_batching_tables.merge_table),
+    "gpu-switch": Table((GPU_BATCHING,), gpu_batching_tables.switch_table),
+    "gpu-merged-steps": Table((GPU_BATCHING,), gpu_batching_tables.steps_table),
+    "gpu-swap": Table((GPU_BATCHING,), gpu_batching_tables.swap_table),
+    "gpu-served": Table((GPU_BATCHING,), gpu_batching_tables.served_table),
     "cold-machine": Table((COLD,), gpu_tables.machine_note),
     "cold-idle": Table((COLD,), cold_tables.idle_table),
     "cold-large": Table((COLD,), cost_tables.large_table),
