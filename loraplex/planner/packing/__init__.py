@@ -1,0 +1,1 @@
+"""Packers: each divides adapters among GPUs."""
