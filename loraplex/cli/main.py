@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench, fleet, profile, twin, workload
+from loraplex.cli import adapter, bench, fleet, plan, profile, twin, workload
 from loraplex.cli.closed_pipe import drop_output, end_with_the_reader
 from loraplex.cli.flags import App
 from loraplex.cli.serve import demo, serve
@@ -32,6 +32,7 @@ app.add_typer(workload.app, name="workload")
 app.add_typer(profile.app, name="profile")
 app.add_typer(twin.app, name="twin")
 app.add_typer(fleet.app, name="fleet")
+app.add_typer(plan.app, name="plan")
 
 
 @app.callback(invoke_without_command=True)

@@ -18,3 +18,15 @@ class GpuPlan:
     @property
     def max_rank(self) -> int:
         return max((each.rank for each in self.adapters), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A whole plan. `profile`, `packer`: names of what it was made with; `prompt_tokens`, `output_tokens`:
+    mean lengths of the requests that it was made for."""
+
+    gpus: tuple[GpuPlan, ...]
+    profile: str
+    packer: str
+    prompt_tokens: float
+    output_tokens: float

@@ -1,0 +1,127 @@
+"""A plan as a file (JSON): who serves what, what it was made for, and by what.
+
+{"loraplex_plan": 1, "profile": ..., "packer": ..., "prompt_tokens": ..., "output_tokens": ...,
+ "gpus": [{"num_slots": 64, "adapters": [{"name": ..., "rank": 16, "rate_rps": 0.1}, ...]}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.core.errors import StorageError
+from loraplex.core.whole_file import write_whole
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.plan import GpuPlan, Plan
+
+VERSION: Final = 1
+_VERSION_KEY: Final = "loraplex_plan"
+_MAKE_ONE: Final = "make one with `loraplex plan make`"
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Replace the file atomically."""
+    document = {
+        _VERSION_KEY: VERSION,
+        "profile": plan.profile,
+        "packer": plan.packer,
+        "prompt_tokens": plan.prompt_tokens,
+        "output_tokens": plan.output_tokens,
+        "gpus": [asdict(gpu) for gpu in plan.gpus],
+    }
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan. Raises PlanError for anything that is not one, with what is wrong and what to do."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror}); {_MAKE_ONE}") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is no plan: it is not text; {_MAKE_ONE}") from None
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{path} is no plan: {error}; {_MAKE_ONE}") from None
+    if not isinstance(document, dict) or _VERSION_KEY not in document:
+        raise PlanError(f"{path} is no plan: it has no {_VERSION_KEY!r}; {_MAKE_ONE}")
+    if document[_VERSION_KEY] != VERSION:
+        raise PlanError(
+            f"{path} is a plan of version {document[_VERSION_KEY]!r}, and this loraplex reads version "
+            f"{VERSION}; {_MAKE_ONE} of this version"
+        )
+    try:
+        return _plan_of(document)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise PlanError(f"{path} is a broken plan: {what}; {_MAKE_ONE}") from None
+
+
+def _plan_of(document: Mapping[str, Any]) -> Plan:
+    gpus = tuple(_gpu_of(fields) for fields in _list(document["gpus"], "gpus"))
+    names = [adapter.name for gpu in gpus for adapter in gpu.adapters]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"adapter {twice!r} is there twice")
+    return Plan(
+        gpus=gpus,
+        profile=_text(document["profile"], "profile"),
+        packer=_text(document["packer"], "packer"),
+        prompt_tokens=_positive(document["prompt_tokens"], "prompt_tokens"),
+        output_tokens=_positive(document["output_tokens"], "output_tokens"),
+    )
+
+
+def _gpu_of(fields: Mapping[str, Any]) -> GpuPlan:
+    num_slots = fields["num_slots"]
+    if num_slots is not None:
+        num_slots = _whole(num_slots, "num_slots")
+    adapters = tuple(_adapter_of(each) for each in _list(fields["adapters"], "adapters"))
+    return GpuPlan(adapters=adapters, num_slots=num_slots)
+
+
+def _adapter_of(fields: Mapping[str, Any]) -> AdapterDemand:
+    rate_rps = fields["rate_rps"]
+    if rate_rps != 0:
+        rate_rps = _positive(rate_rps, "rate_rps")
+    return AdapterDemand(
+        name=_text(fields["name"], "name"), rank=_whole(fields["rank"], "rank"), rate_rps=float(rate_rps)
+    )
+
+
+def _list(value: object, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is not a list")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is not text")
+    return value
+
+
+def _whole(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} is not a whole number above 0")
+    return value
+
+
+def _positive(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{what} is not a number above 0")
+    return float(value)
+
+
+def demand_of(plan: Plan) -> Demand:
+    """Return the demand that a plan was made for."""
+    return Demand(
+        adapters=tuple(adapter for gpu in plan.gpus for adapter in gpu.adapters),
+        prompt_tokens=plan.prompt_tokens,
+        output_tokens=plan.output_tokens,
+    )

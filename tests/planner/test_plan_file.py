@@ -1,0 +1,82 @@
+"""Plans written to files and read again; broken ones are refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.core.errors import StorageError
+from loraplex.planner.demand import AdapterDemand, PlanError
+from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.plan_file import demand_of, read_plan, write_plan
+
+PLAN = Plan(
+    gpus=(
+        GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.5),), num_slots=8),
+        GpuPlan(adapters=(AdapterDemand(name="b", rank=16, rate_rps=0.0),), num_slots=None),
+        GpuPlan(adapters=(), num_slots=None),
+    ),
+    profile="h200-llama-2-7b",
+    packer="max-pack",
+    prompt_tokens=200.0,
+    output_tokens=100.5,
+)
+
+
+def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan.json", PLAN)
+    assert read_plan(tmp_path / "plan.json") == PLAN
+    assert demand_of(PLAN).offered_tok_s(demand_of(PLAN).adapters) == pytest.approx(0.5 * 300.5)
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    adapter = {"name": "a", "rank": 8, "rate_rps": 0.5}
+    document = {
+        "loraplex_plan": 1,
+        "profile": "p",
+        "packer": "max-pack",
+        "prompt_tokens": 1,
+        "output_tokens": 1,
+        "gpus": [{"num_slots": None, "adapters": [adapter]}],
+    }
+    return {**document, **changes}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ([], "has no 'loraplex_plan'"),
+        ({"gpus": []}, "has no 'loraplex_plan'"),
+        (changed(loraplex_plan=2), "is a plan of version 2"),
+        (changed(gpus={}), "gpus is not a list"),
+        (changed(gpus=[{"adapters": []}]), "'num_slots' is missing"),
+        (changed(gpus=[{"num_slots": 0, "adapters": []}]), "num_slots is not a whole number above 0"),
+        (changed(gpus=[{"num_slots": 1, "adapters": [{"name": "a", "rank": 8}]}]), "'rate_rps' is missing"),
+        (changed(prompt_tokens="many"), "prompt_tokens is not a number above 0"),
+        (changed(profile=None), "profile is not text"),
+        (changed(gpus=changed()["gpus"] * 2), "adapter 'a' is there twice"),
+        (changed(gpus=[1]), "is a broken plan"),
+    ],
+)
+def test_a_broken_plan_is_refused(tmp_path: Path, document: object, words: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError) as refused:
+        read_plan(path)
+    assert words in str(refused.value)
+    assert "loraplex plan make" in str(refused.value)
+
+
+def test_what_is_no_json_or_no_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b'{"loraplex_plan": 1, "gpus"')
+    with pytest.raises(PlanError, match="is no plan"):
+        read_plan(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="is not text"):
+        read_plan(path)
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_plan(tmp_path / "none.json")
