@@ -29,8 +29,9 @@ def serving(
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run a server process; yields it, its URL and its output until it was ready."""
     start = [*COMMAND, *command.split(), "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
+    memory = () if "--backend" in options else ("--kv-memory", "4MiB")  # a front has no engine
     process = subprocess.Popen(
-        [*start, "--kv-memory", "4MiB", *options],
+        [*start, *memory, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
