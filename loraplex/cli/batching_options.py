@@ -7,15 +7,31 @@ from typing import Annotated, Final
 import typer
 
 from loraplex.core.batching import Batching, DelayBound, bound_of
+from loraplex.core.choices import choice
 from loraplex.core.errors import OptionError
 
 MAX_DELAY_OPTION: Final = "--max-delay-by-grouping"
+
+
+def parse_policy(text: str) -> Batching:
+    """Return the policy of `--batching`. Raises a usage error, which says what compares several."""
+    if "," in text:
+        raise typer.BadParameter(
+            f"{text!r} is more than one batching policy; choose one, or compare them on a workload with "
+            f"`loraplex twin batching --policies {text.replace(' ', '')}`"
+        )
+    try:
+        return choice("batching policy", text, Batching)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
+
 
 BatchingPolicy = Annotated[
     Batching,
     typer.Option(
         "--batching",
         metavar="POLICY",
+        parser=parse_policy,
         help=f"Which requests run together: {', '.join(Batching)} (our own engine; see docs/batching.md).",
     ),
 ]

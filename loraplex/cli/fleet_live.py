@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import serve_options as option
+from loraplex.cli.backend_options import refuse_engine_options
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import WITHOUT_VALUE, takes_options_of
 from loraplex.cli.serve import run_server, serve_options
@@ -104,6 +105,8 @@ def serve(
         raise typer.BadParameter(
             "Ray places replicas that are started, backends run already; give one of both", param_hint="--ray"
         )
+    if backend:
+        refuse_engine_options(options, serve_options)
     if backend_max_adapters is not None and not backend:
         raise typer.BadParameter(
             "it is about servers that run already; name them with --backend, or leave it out",

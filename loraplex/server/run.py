@@ -347,8 +347,10 @@ async def _start(
     stack.callback(watching.cancel)
     retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
     stack.callback(retrying.cancel)
+    context = client.info.max_model_len
     notes = (
-        *context_notes(client.info.max_model_len, options.engine, config),
+        # Servers behind --backend have limits of their own, by options of their own.
+        *(() if options.backends is not None else context_notes(context, options.engine, config)),
         *namesake_notes(registry, state_dir),
         *ttft_note(client, options.waiting.max_ttft_s),
         *report.notes,

@@ -22,6 +22,7 @@ import msgspec
 
 from loraplex.core.cold_start import ColdStart
 from loraplex.server.child_python import same_python
+from loraplex.server.profile_origin import package_profile_name
 from loraplex.server.recent_requests import RecentRequest, RecentRequests
 from loraplex.server.shadow_messages import Replayed, SeenRequest, Window
 
@@ -69,7 +70,7 @@ class ReplayEnd(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinFigures:
     """The figures shown of the twin. `latest`: the last replay; None if there were no recent requests, or it
-    was skipped or failed. `is_measured`: the profile was measured on this machine, not guessed."""
+    was skipped or failed. `is_measured`: the profile was measured, on this machine or on one of its kind."""
 
     is_measured: bool
     num_replays: dict[ReplayEnd, int]
@@ -86,6 +87,7 @@ class ShadowTwin:
         self._engine = engine
         self._interval_s = interval_s
         self._is_measured = bool(json.loads(subject.costs)["measured"])
+        self._package_profile = package_profile_name(subject.costs) if self._is_measured else None
         self._num_replays: Counter[ReplayEnd] = Counter()
         self._latest: Replayed | None = None
         self._request_s = 0.0  # CPU seconds of the last replay per request
@@ -94,7 +96,13 @@ class ShadowTwin:
         self._has_said_why = False
 
     async def __aenter__(self) -> ShadowTwin:
-        if self._is_measured:
+        if self._package_profile is not None:
+            logger.info(
+                "the shadow twin predicts by the package's profile %s, measured on a machine of this kind; "
+                "`loraplex profile --model MODEL` measures this one",
+                self._package_profile,
+            )
+        elif self._is_measured:
             logger.info("the shadow twin predicts by the profile that was measured on this machine")
         else:
             logger.info(

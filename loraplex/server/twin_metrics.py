@@ -15,7 +15,7 @@ def twin_families(twin: TwinFigures) -> Iterator[Metric]:
     """Yield the metric families of the twin; those of figures are missing if there is no recent replay."""
     info = GaugeMetricFamily(
         "loraplex:twin_profile_info",
-        "1, with the profile that the twin goes by: measured on this machine, or a guess",
+        "1, with the profile that the twin goes by: measured, on this machine or one of its kind, or a guess",
         labels=["profile"],
     )
     info.add_metric(["measured" if twin.is_measured else "guess"], 1)

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,8 +30,9 @@ def serving(
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run a server process; yields it, its URL and its output until it was ready."""
     start = [*COMMAND, *command.split(), "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
+    memory = () if "--backend" in options else ("--kv-memory", "4MiB")  # a front has no engine
     process = subprocess.Popen(
-        [*start, "--kv-memory", "4MiB", *options],
+        [*start, *memory, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,3 +84,29 @@ def replicas(url: str) -> list[dict[str, Any]]:
     """Return what a fleet reports about its replicas."""
     rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
     return rows
+
+
+def metric(url: str, name: str) -> float:
+    """Return the value of a metric that has one series."""
+    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
+    assert found is not None, f"no metric {name}"
+    return float(found.group(1))
+
+
+def everything_is_free(url: str) -> bool:
+    """Return whether no request runs or waits, and none holds blocks or pins an adapter."""
+    adapters = httpx.get(f"{url}/v1/adapters").json()["data"]
+    return (
+        all(adapter["in_flight"] == 0 for adapter in adapters)
+        and metric(url, "vllm:num_requests_running") == 0
+        and metric(url, "vllm:num_requests_waiting") == 0
+        and metric(url, "vllm:kv_cache_usage_perc") == 0
+    )
+
+
+def complete(url: str, model: str, **fields: Any) -> str:
+    """Return the greedy answer to a fixed prompt."""
+    body = {"model": model, "prompt": "the dog", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
+    answer = httpx.post(f"{url}/v1/completions", json=body | fields, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])

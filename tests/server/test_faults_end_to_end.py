@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ import httpx
 import openai
 import pytest
 import tiny
-from server_process import PATIENCE_S, serving, wait_until
+from server_process import PATIENCE_S, complete, everything_is_free, metric, serving, wait_until
 from serving_fakes import hf_tokenizer
 
 from loraplex.core.exits import EXIT_ENGINE_FAILED
@@ -74,29 +73,6 @@ def engine_pid(server_pid: int) -> int:
         if b"loraplex.server.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return engine
-
-
-def metric(url: str, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
-    assert found is not None, f"no metric {name}"
-    return float(found.group(1))
-
-
-def everything_is_free(url: str) -> bool:
-    adapters = httpx.get(f"{url}/v1/adapters").json()["data"]
-    return (
-        all(adapter["in_flight"] == 0 for adapter in adapters)
-        and metric(url, "vllm:num_requests_running") == 0
-        and metric(url, "vllm:num_requests_waiting") == 0
-        and metric(url, "vllm:kv_cache_usage_perc") == 0
-    )
-
-
-def complete(url: str, model: str, **fields: Any) -> str:
-    body = {"model": model, "prompt": "the dog", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
-    answer = httpx.post(f"{url}/v1/completions", json=body | fields, timeout=PATIENCE_S)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
 
 
 def test_the_openai_client_streams_what_it_gets_whole(server) -> None:

@@ -173,13 +173,13 @@ def test_recent_requests_are_bounded_and_say_since_when_they_are_complete() -> N
 class Engine:
     """An engine that describes itself for its twin."""
 
-    def __init__(self, recent: RecentRequests) -> None:
+    def __init__(self, recent: RecentRequests, costs: CostModel | None = None) -> None:
         self._recent = recent
+        self._costs = costs or profile()
 
     def twin(self) -> TwinSubject:
-        costs = profile_to_json(profile())
         return TwinSubject(
-            costs=costs,
+            costs=profile_to_json(self._costs),
             cold_start=None,
             cpu_workers=0,
             max_running=64,
@@ -234,6 +234,42 @@ def test_a_process_replays_what_was_served_and_nothing_if_nobody_was() -> None:
         assert last.returncode is not None, "it ends with the server"
 
     run(scenario())
+
+
+def own_profile() -> CostModel:
+    """A profile of the same machine that was measured there."""
+    return replace(profile(), step=replace(profile().step, decodes=profile().step.prompts))
+
+
+def with_other_memory() -> CostModel:
+    """A profile of the package, with the memory of the engine that reports it."""
+    return replace(profile(), memory=None)
+
+
+def guess() -> CostModel:
+    return replace(profile(), measured=False)
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        (with_other_memory(), "the package's profile h200-llama-2-7b, measured on a machine of this kind"),
+        (own_profile(), "the profile that was measured on this machine"),
+        (guess(), "nobody has measured this machine"),
+    ],
+    ids=["package", "own", "guess"],
+)
+def test_the_log_says_where_the_profile_comes_from(
+    costs: CostModel, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with ShadowTwin(Engine(RecentRequests(ManualClock()), costs), interval_s=3600):
+            pass
+
+    with caplog.at_level("INFO"):
+        run(scenario())
+    [said] = [each.getMessage() for each in caplog.records if each.name.endswith("shadow_twin")]
+    assert words in said
 
 
 def test_an_answer_that_is_none_is_a_failed_replay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,22 @@ def test_policies_that_cannot_be_compared_are_refused(
     assert words in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("fcfs,auto", "compare them on a workload with `loraplex twin batching --policies fcfs,auto`"),
+        ("fcfs, auto", "`loraplex twin batching --policies fcfs,auto`"),
+        ("autp", "there is no batching policy 'autp'; did you mean auto? There are fcfs"),
+    ],
+)
+def test_a_run_takes_one_policy_and_names_what_compares_several(
+    given: str, words: str, workload: Path
+) -> None:
+    result = twin("run", PROFILE, workload, "--batching", given)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())
+
+
 def test_an_engine_with_slots_has_no_policies(tmp_path: Path) -> None:
     result = twin("batching", profile_in(tmp_path, "slots"), workload_in(tmp_path))
     assert "give a profile of our own engine" in error_of(result)

@@ -96,6 +96,46 @@ def test_bad_backends_are_refused_in_words(folder: Path, single: str, tmp_path: 
     assert "name them with --backend, or leave it out" in told
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--batching", "merged"),
+        ("--max-delay-by-grouping", "10%"),
+        ("--kv-swap-memory", "1GiB"),
+        ("--kv-memory", "1GiB"),
+        ("--host-adapter-memory", "1GiB"),
+        ("--device", "cpu"),
+        ("--cold-start", "cached"),
+        ("--cpu-workers", "0"),
+        ("--load-popular",),
+        ("--threads", "2"),
+        ("--shadow-twin-every", "5"),
+    ],
+)
+def test_options_of_engines_are_refused_where_servers_run_already(given: tuple[str, ...]) -> None:
+    start = ("fleet", "serve", "--model", "m", "--port", "0", "--backend", "http://127.0.0.1:9")
+    found = run_command(*start, *given)
+    assert found.returncode == 2
+    told = " ".join(found.stderr.replace("│", " ").split())
+    assert f"Invalid value for {given[0]}: " in told
+    assert "leave it out here, and give it to loraplex servers when they are started" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "in_vllm"),
+    [
+        (("--dtype", "bfloat16"), "--dtype"),
+        (("--memory-fraction", "0.5"), "--gpu-memory-utilization"),
+        (("--max-model-len", "512"), "--max-model-len"),
+        (("--tensor-parallel", "2"), "--tensor-parallel-size"),
+    ],
+)
+def test_a_refused_option_that_vllm_has_too_is_named_as_there(given: tuple[str, ...], in_vllm: str) -> None:
+    start = ("fleet", "serve", "--model", "m", "--port", "0", "--backend", "http://127.0.0.1:9")
+    told = " ".join(run_command(*start, *given).stderr.replace("│", " ").split())
+    assert f"when they are started (to vLLM as {in_vllm})" in told
+
+
 def test_a_stream_outlives_the_server_behind_the_front(
     front: str, backends: list[tuple[subprocess.Popen[str], str]]
 ) -> None:

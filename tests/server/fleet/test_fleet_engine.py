@@ -287,7 +287,9 @@ def test_figures_of_replicas_add_up() -> None:
             streams = [fleet.generate(request_of(f"r{i}", fake_core.ENDLESS, adapter="v1")) for i in range(4)]
             for stream in streams:
                 await anext(stream)
-            stats = await fleet.stats()
+            async with asyncio.timeout(30):  # replicas answer with what they said last if they are slow
+                while (stats := await fleet.stats()).num_running < 4:
+                    pass
             assert (stats.num_running, stats.num_kv_blocks) == (4, 2 * 77)
             assert [(row.version, row.in_flight) for row in stats.adapters] == [("v1", 4)]
             for stream in streams:
