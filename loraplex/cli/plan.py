@@ -54,7 +54,7 @@ def make(
         int | None,
         typer.Option(min=1, max=_MOST_GPUS, help="How many GPUs there are; default: as few as will do."),
     ] = None,
-    packer: Annotated[str, typer.Option(help="What divides the adapters: PACKERS.")] = "max-pack",
+    packer: Annotated[str, typer.Option(help="What divides the adapters: max-pack, improved, least-rate, max-base, max-base-half or random.")] = "max-pack",
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
 ) -> None:
@@ -70,7 +70,12 @@ def make(
     found = read_profile_of(profile, None)
     with shown_progress("planning", left=None) as report:
         plan = make_plan(
-            demand, found, profile_name=str(profile), packer=packer, num_gpus=gpus, report=report
+            demand,
+            found,
+            profile_name=str(profile),
+            packer=packer,
+            num_gpus=gpus,
+            report=lambda num_asked: report(f"{num_asked} GPUs tried", 0.0),
         )
     checked = _checked(plan, profile, seeds=(0,))
 

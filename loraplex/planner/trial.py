@@ -16,8 +16,11 @@ from loraplex.planner.traffic import LengthsOf, draw_requests
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.replay import ReplayOptions, replay
 
-JUDGED_S: Final = 600.0
-"""Simulated seconds by which a packer's choices are judged."""
+_JUDGED_REQUESTS: Final = 3000
+_JUDGED_S: Final = (60.0, 3600.0)
+"""A packer's choices are judged by about so many requests, and by simulations of so many seconds."""
+_OVERLOAD_S: Final = 120.0
+_OVERLOAD_RPS: Final = 500.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,24 +80,33 @@ def run_gpu(
     )
 
 
-class TwinJudge:
-    """Judges by simulation: seconds of the twin for each question, and no training."""
+def most_of_base_model(profile: Profile, demand: Demand) -> float:
+    """Return the tokens per second, of prompts and answers, that a GPU serves of the base model alone."""
+    flood = AdapterDemand(name="base model", rank=1, rate_rps=_OVERLOAD_RPS)
+    requests = draw_requests(demand, [flood], duration_s=_OVERLOAD_S, seed=0, lengths=LengthsOf.MEAN)
+    options = ReplayOptions(num_adapters=0, until_s=_OVERLOAD_S)
+    summary = replay(profile, requests, options).summary()
+    return float(summary["input_tok_s"] + summary["output_tok_s"])
 
-    def __init__(
-        self, profile: Profile, demand: Demand, *, seed: int = 0, duration_s: float = JUDGED_S
-    ) -> None:
+
+class TwinJudge:
+    """Judges by simulation: up to seconds of computing for each question, and no training."""
+
+    def __init__(self, profile: Profile, demand: Demand, *, seed: int = 0) -> None:
         self._profile = profile
         self._demand = demand
         self._seed = seed
-        self._duration_s = duration_s
         self._known: dict[tuple[frozenset[AdapterDemand], int | None], Verdict] = {}
 
     def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
         """See `Judge`."""
         key = frozenset(adapters), num_slots
         if key not in self._known:
+            rate_rps = sum(each.rate_rps for each in adapters)
+            least_s, most_s = _JUDGED_S
+            duration_s = min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s) if rate_rps else least_s
             gpu = GpuPlan(adapters=tuple(adapters), num_slots=num_slots)
-            found = run_gpu(self._profile, self._demand, gpu, duration_s=self._duration_s, seed=self._seed)
+            found = run_gpu(self._profile, self._demand, gpu, duration_s=duration_s, seed=self._seed)
             self._known[key] = Verdict(found.served_tok_s, found.is_starved)
         return self._known[key]
 

@@ -1,0 +1,102 @@
+"""Makes a plan: chooses the packer by name, and judges by the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from loraplex.core.words import unknown_name
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import Profile
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.judge import Judge, Verdict
+from loraplex.planner.packing.improve import LocalImprovement
+from loraplex.planner.packing.least_gpus import least_gpus
+from loraplex.planner.packing.least_rate import LeastRate
+from loraplex.planner.packing.max_base import MaxBase
+from loraplex.planner.packing.max_pack import MaxPack
+from loraplex.planner.packing.packer import Packer
+from loraplex.planner.packing.random_packing import RandomPacking
+from loraplex.planner.plan import Plan
+from loraplex.planner.trial import TwinJudge, most_of_base_model
+
+PACKERS: Final = {
+    "max-pack": "fills one GPU after the other, as far as it serves what is asked of it",
+    "improved": "as max-pack, then tries to do with fewer GPUs and to even their load",
+    "least-rate": "puts each adapter on the GPU with the lowest rate; for short latencies",
+    "max-base": "fills GPUs to what the base model serves without adapters; a baseline",
+    "max-base-half": "as max-base, with half as many slots as adapters; a baseline",
+    "random": "puts each adapter on a GPU by chance; a baseline",
+}
+"""Name of each packer, and what it does."""
+_MOST_JUDGEMENTS: Final = 60
+"""Most questions to the twin by which a packing is improved: each takes seconds."""
+_MOST_GPUS: Final = 10_000
+
+
+class CountingJudge:
+    """Counts the questions that another judge answers, and reports each."""
+
+    def __init__(self, judge: Judge, report: Callable[[int], None]) -> None:
+        self._judge = judge
+        self._report = report
+        self._num_asked = 0
+
+    def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
+        """See `Judge`."""
+        self._num_asked += 1
+        self._report(self._num_asked)
+        return self._judge.judge(adapters, num_slots)
+
+    def fits(self, max_rank: int, num_slots: int) -> bool:
+        """See `Judge`."""
+        return self._judge.fits(max_rank, num_slots)
+
+
+def make_plan(
+    demand: Demand,
+    profile: Profile,
+    *,
+    profile_name: str,
+    packer: str,
+    num_gpus: int | None,
+    report: Callable[[int], None] = lambda num_asked: None,
+) -> Plan:
+    """Return a plan for so many GPUs; None: for as few as will do. `report`: gets how often the twin was
+    asked.
+
+    Adapters without requests are planned too: they need a place where their first request will find them.
+    Raises PlanError if there is no such plan, or no such packer."""
+    judge = CountingJudge(TwinJudge(profile, demand), report)
+    chosen = _packer_of(packer, profile, demand, judge)
+    if num_gpus is None:
+        gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))
+    else:
+        gpus = chosen.pack(demand, num_gpus)
+    return Plan(
+        gpus=gpus,
+        profile=profile_name,
+        packer=packer,
+        prompt_tokens=demand.prompt_tokens,
+        output_tokens=demand.output_tokens,
+    )
+
+
+def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:
+    has_slots = not isinstance(profile, CostModel)
+    match name:
+        case "max-pack":
+            return MaxPack(judge=judge, has_slots=has_slots)
+        case "improved":
+            packer = MaxPack(judge=judge, has_slots=has_slots)
+            return LocalImprovement(packer=packer, judge=judge, most_judgements=_MOST_JUDGEMENTS)
+        case "least-rate":
+            return LeastRate(judge=judge, has_slots=has_slots)
+        case "max-base" | "max-base-half":
+            share = 1.0 if name == "max-base" else 0.5
+            most_tok_s = most_of_base_model(profile, demand)
+            return MaxBase(base_tok_s=most_tok_s, slots_per_adapter=share if has_slots else None)
+        case "random":
+            return RandomPacking(seed=0, has_slots=has_slots)
+        case _:
+            raise PlanError(unknown_name("packer", name, PACKERS))
