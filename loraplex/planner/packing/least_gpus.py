@@ -1,0 +1,30 @@
+"""Find the least number of GPUs that a packer needs."""
+
+from __future__ import annotations
+
+from loraplex.planner.demand import Demand, PlanError
+from loraplex.planner.packing.packer import NotEnoughGpusError, Packer, check_num_gpus
+from loraplex.planner.plan import GpuPlan
+
+
+def least_gpus(packer: Packer, demand: Demand, most_gpus: int) -> tuple[GpuPlan, ...]:
+    """Return the packer's plan for the least number of GPUs for which it raises nothing. Raises what the
+    packer raises for `most_gpus`.
+
+    The number is found by bisection, so it is the least for packers that never fail with more GPUs than they
+    succeed with. A packer that fills one GPU after the other is one, and answers at once: either its plan
+    leaves GPUs unused, or its error says how many it needs. One that spreads adapters over all GPUs can, by
+    chance, succeed with fewer GPUs than it fails with; of it is only certain that it fails with one less.
+    """
+    check_num_gpus(most_gpus)
+    best = packer.pack(demand, most_gpus)
+    least = 1
+    while least < len(best):
+        num_gpus = (least + len(best)) // 2
+        try:
+            best = packer.pack(demand, num_gpus)
+        except NotEnoughGpusError as error:
+            least = max(num_gpus + 1, error.num_needed or 0)
+        except PlanError:
+            least = num_gpus + 1
+    return best
