@@ -14,7 +14,7 @@ import typer
 
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
-from loraplex.cli.table import number_column, print_table, text_column
+from loraplex.cli.table import Column, number_column, print_table
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
@@ -54,7 +54,13 @@ def make(
         int | None,
         typer.Option(min=1, max=_MOST_GPUS, help="How many GPUs there are; default: as few as will do."),
     ] = None,
-    packer: Annotated[str, typer.Option(help="What divides the adapters: max-pack, improved, least-rate, max-base, max-base-half or random.")] = "max-pack",
+    packer: Annotated[
+        str,
+        typer.Option(
+            help="What divides the adapters: max-pack, improved, least-rate, max-base, max-base-half or "
+            "random."
+        ),
+    ] = "max-pack",
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
 ) -> None:
@@ -75,7 +81,7 @@ def make(
             profile_name=str(profile),
             packer=packer,
             num_gpus=gpus,
-            report=lambda num_asked: report(f"{num_asked} GPUs tried", 0.0),
+            report=lambda num_asked: report("trying GPUs in the twin", 0.0),
         )
     checked = _checked(plan, profile, seeds=(0,))
 
@@ -178,21 +184,32 @@ def _show(plan: Plan, checked: PlanCheck | None) -> None:
     columns = [
         number_column("gpu", heading="GPU"),
         *(number_column(key, heading=heading) for key, heading in _COUNTS.items()),
-        *(text_column(key, heading=heading) for key, heading in _FIGURES.items()),
+        *(Column(key=key, heading=heading, kind=str, show=str) for key, heading in _FIGURES.items()),
     ]
     print_table(rows, columns)
     num_adapters = sum(len(gpu.adapters) for gpu in plan.gpus)
     typer.echo(
-        f"{plural('adapter', num_adapters)} on {plural('GPU', len(plan.gpus))}, packed by {plan.packer} for "
-        f"{plan.profile}"
+        f"{num_adapters:,} {plural('adapter', num_adapters)} on {len(plan.gpus):,} "
+        f"{plural('GPU', len(plan.gpus))}, packed by {plan.packer} for {plan.profile}"
     )
     if checked is not None and checked.starves:
-        starved = [str(number) for number, gpu in enumerate(checked.gpus) if gpu.num_starved]
-        typer.secho(
-            f"starving: GPU {', '.join(starved)} serves less than 0.9 of what is offered; plan with more "
-            "--gpus, or with lower rates",
-            fg=typer.colors.RED,
-        )
+        starved = {number: gpu for number, gpu in enumerate(checked.gpus) if gpu.num_starved}
+        too_large = [str(number) for number, gpu in starved.items() if not gpu.fits]
+        slow = [str(number) for number, gpu in starved.items() if gpu.fits]
+        if too_large:
+            _warn(
+                f"GPU {', '.join(too_large)}: so many slots leave no memory for requests; plan with another "
+                "--packer"
+            )
+        if slow:
+            _warn(
+                f"starving: GPU {', '.join(slow)} serves less than 0.9 of what is offered; plan with more "
+                "--gpus, or with lower rates"
+            )
+
+
+def _warn(message: str) -> None:
+    typer.secho(message, fg=typer.colors.RED)
 
 
 def _row_of(gpu: GpuCheck) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _WIDTH: Final = 0.8
 _EDGE: Final = 0.4
 """Line width between blocks, which vanish into each other if there are too many to tell apart."""
-_MANY: Final = 200
+_MANY: Final = 60
 """Adapters of a GPU above which blocks have no edges."""
 
 
@@ -52,5 +52,9 @@ def draw_plan(plan: Plan) -> Figure:
     if ranks:
         handles, labels = axes.get_legend_handles_labels()
         order = sorted(range(len(labels)), key=lambda index: int(labels[index].split()[1]))
-        axes.legend([handles[index] for index in order], [labels[index] for index in order])
+        figure.legend(
+            [handles[index] for index in order],
+            [labels[index] for index in order],
+            loc="outside right upper",
+        )
     return figure

@@ -28,6 +28,11 @@ class GpuCheck:
     runs: tuple[GpuFigures, ...]
 
     @property
+    def fits(self) -> bool:
+        """Return whether its adapters fit its memory."""
+        return all(run.fits for run in self.runs)
+
+    @property
     def num_starved(self) -> int:
         """Number of seeds with which it starves."""
         return sum(run.is_starved for run in self.runs)

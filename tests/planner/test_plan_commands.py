@@ -1,0 +1,125 @@
+"""`loraplex plan`: made from tables and workloads, shown, and checked in the twin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.planner.plan_file import demand_of, read_plan
+from loraplex.workload.jsonl import write_workload
+from loraplex.workload.request import WorkloadHeader, WorkloadRequest
+
+SLOTS, OURS = "vllm-h100-llama-3.1-8b", "h200-llama-2-7b"
+LENGTHS = ("--prompt-tokens", "250", "--output-tokens", "230")
+
+
+def plan(*args: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, args)], env={"COLUMNS": "200"})
+
+
+def words_of(result: Result) -> str:
+    return " ".join((result.output + str(result.exception or "")).split())
+
+
+def table(folder: Path, num_adapters: int, rate_rps: float, ranks: tuple[int, ...] = (8, 32)) -> Path:
+    lines = [f"a{index},{ranks[index % len(ranks)]},{rate_rps}" for index in range(num_adapters)]
+    path = folder / "adapters.csv"
+    path.write_text("\n".join(["name,rank,rate_rps", *lines]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("packer", ["max-pack", "least-rate"])
+def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, packer: str) -> None:
+    out, figures, picture = tmp_path / "plan.json", tmp_path / "figures.json", tmp_path / "plan.png"
+    made = plan(
+        *("make", "--profile", SLOTS, "--adapters", table(tmp_path, 40, 0.05), *LENGTHS),
+        *("--out", out, "--json", figures, "--plot", picture, "--packer", packer),
+    )
+    assert made.exit_code == 0, made.output
+    assert f"40 adapters on 1 GPU, packed by {packer} for {SLOTS}" in made.output
+    found = read_plan(out)
+    assert {each.name for each in demand_of(found).adapters} == {f"a{index}" for index in range(40)}
+    assert json.loads(figures.read_text())["gpus"][0]["adapters"] == 40
+    assert picture.stat().st_size > 1000
+    assert "40 adapters on 1 GPU" in plan("show", out).output
+    checked = plan("check", out, "--seeds", "7", "--seconds", "120")
+    assert checked.exit_code == 0, checked.output
+    assert "0 of 1" in checked.output
+
+
+def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    made = plan("make", "--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
+    assert made.exit_code == 0, made.output
+    assert [(len(gpu.adapters), gpu.num_slots) for gpu in read_plan(out).gpus] == [(12, None)]
+
+
+def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    made = plan(
+        *("make", "--profile", SLOTS, "--adapters", table(tmp_path, 320, 0.1), *LENGTHS),
+        *("--packer", "max-base-half", "--out", out),
+    )
+    assert made.exit_code == 0, made.output
+    checked = plan("check", out, "--seeds", "1", "--seconds", "300")
+    assert checked.exit_code == 1
+    assert "starving" in checked.output or "leave no memory" in checked.output
+
+
+def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
+    workload, out = tmp_path / "w.jsonl", tmp_path / "plan.json"
+    requests = [
+        WorkloadRequest(arrival_s=index / 2, prompt_tokens=100, output_tokens=50, adapter=index % 3)
+        for index in range(60)
+    ]
+    write_workload(workload, requests, WorkloadHeader(ranks=(8, 16, 8), duration_s=30.0))
+    made = plan("make", "--profile", SLOTS, "--workload", workload, "--out", out)
+    assert made.exit_code == 0, made.output
+    adapters = demand_of(read_plan(out)).adapters
+    assert sorted((each.rank, each.rate_rps) for each in adapters) == [
+        (8, pytest.approx(2 / 3)),
+        (8, pytest.approx(2 / 3)),
+        (16, pytest.approx(2 / 3)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "give --workload FILE or --adapters FILE"),
+        (("--adapters", "TABLE"), "give --prompt-tokens and --output-tokens"),
+        (("--workload", "TABLE", "--prompt-tokens", "5"), "leave --prompt-tokens and the like out"),
+        (("--adapters", "TABLE", *LENGTHS, "--gpus", "0"), "Invalid value for '--gpus'"),
+        (("--adapters", "TABLE", *LENGTHS, "--packer", "max-pak"), "max-pack"),
+        (("--adapters", "BUSY", *LENGTHS), "starves a GPU alone"),
+        (("--adapters", "MANY", *LENGTHS, "--gpus", "1"), "GPUs would do"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], words: str) -> None:
+    def of(name: str, num_adapters: int, rate_rps: float) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        return str(table(folder, num_adapters, rate_rps))
+
+    files = {"TABLE": of("some", 2, 0.1), "BUSY": of("busy", 2, 500.0), "MANY": of("many", 500, 0.1)}
+    given = [files.get(arg, arg) for arg in args]
+    refused = plan("make", "--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
+    assert refused.exit_code != 0
+    assert words in words_of(refused)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_making_and_checking_need_neither_torch_nor_scikit_learn(tmp_path: Path) -> None:
+    code = (
+        "import sys, loraplex.planner.make, loraplex.planner.check, loraplex.planner.adapter_table\n"
+        "print([name for name in ('torch', 'ray', 'sklearn', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
