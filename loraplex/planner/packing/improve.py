@@ -14,7 +14,7 @@ worse, and stopping at any time leaves one that is good.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,10 +39,11 @@ _MOST_REFUSALS: Final = 8
 """Single adapters that a GPU refuses before it is taken for full."""
 _MOST_RECEIVERS: Final = 3
 """GPUs, the least loaded first, that may relieve the one with the highest rate."""
-_MOST_SWAPS: Final = 3
-"""Swaps of two adapters that are tried between two GPUs."""
 _EQUAL_SHARE: Final = 0.02
 """Difference of two GPUs' rates, relative to the higher, that is not worth a move."""
+
+_Pairs = list[tuple[AdapterDemand, AdapterDemand]]
+"""Adapters of one GPU, each with one of another GPU to swap it for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,32 +248,22 @@ class _Search:
         while chosen and self.has_judgements:
             if self._exchange(fullest, chosen, receiver, []):
                 return True
-            chosen = chosen[len(chosen) // 2 + len(chosen) % 2 :]
+            chosen = chosen[(len(chosen) + 1) // 2 :]
         return False
 
     def _swap(self, fullest: _Gpu, receiver: _Gpu) -> bool:
-        """Swap two adapters whose rates differ by about half the difference of the GPUs' rates."""
+        """Swap adapters, so that up to half the difference of the GPUs' rates moves."""
+        given = [each for each in fullest.adapters if each.rank <= receiver.max_rank]
+        taken = [each for each in receiver.adapters if each.rank <= fullest.max_rank]
+        given.sort(key=lambda each: (-each.rate_rps, each.name))
+        taken.sort(key=lambda each: (each.rate_rps, each.name))
         gap_rps = fullest.rate_rps - receiver.rate_rps
-        back = sorted(
-            (each for each in receiver.adapters if each.rank <= fullest.max_rank),
-            key=lambda each: (each.rate_rps, each.name),
-        )
-        back_rps = [each.rate_rps for each in back]
-        swaps: list[tuple[float, str, str, AdapterDemand, AdapterDemand]] = []
-        for given in fullest.adapters:
-            if given.rank > receiver.max_rank:
-                continue
-            near = bisect_left(back_rps, given.rate_rps - gap_rps / 2)
-            for taken in back[max(near - 1, 0) : near + 1]:
-                difference_rps = given.rate_rps - taken.rate_rps
-                if 0 < difference_rps < gap_rps:
-                    miss_rps = abs(difference_rps - gap_rps / 2)
-                    swaps.append((miss_rps, given.name, taken.name, given, taken))
-        swaps.sort(key=lambda each: each[:3])
-        return any(
-            self.has_judgements and self._exchange(fullest, [given], receiver, [taken])
-            for *_, given, taken in swaps[:_MOST_SWAPS]
-        )
+        pairs = _pairs_within(given, taken, gap_rps / 2) or _closest_pair(given, taken, gap_rps)
+        while pairs and self.has_judgements:
+            if self._exchange(fullest, [pair[0] for pair in pairs], receiver, [pair[1] for pair in pairs]):
+                return True
+            pairs = pairs[(len(pairs) + 1) // 2 :]
+        return False
 
     def _exchange(
         self, fullest: _Gpu, given: Sequence[AdapterDemand], receiver: _Gpu, taken: Sequence[AdapterDemand]
@@ -292,11 +283,22 @@ class _Search:
         """Return the GPU with these adapters and about so many slots; None if it starves."""
         if num_slots is None:
             return _Gpu(adapters, None) if self._is_good(adapters, None) else None
-        max_rank = max((each.rank for each in adapters), default=0)
-        for number in _slots_near(num_slots, len(adapters)):
-            if self._judge.fits(max_rank, number) and self._is_good(adapters, number):
+        for number in self._slots_near(num_slots, adapters):
+            if self._is_good(adapters, number):
                 return _Gpu(adapters, number)
         return None
+
+    def _slots_near(self, num_slots: int, adapters: Sequence[AdapterDemand]) -> list[int]:
+        """Return numbers of slots that fit: this one, the next if adapters would use it, the one before."""
+        max_rank = max((each.rank for each in adapters), default=0)
+        above = bisect_right(SLOT_COUNTS, num_slots)
+        tried = [num_slots]
+        if num_slots < len(adapters):
+            tried += SLOT_COUNTS[above : above + 1]
+        fitting = [each for each in tried if self._judge.fits(max_rank, each)]
+        smaller = reversed(SLOT_COUNTS[: bisect_left(SLOT_COUNTS, num_slots)])
+        below = next((each for each in smaller if self._judge.fits(max_rank, each)), None)
+        return fitting if below is None else [*fitting, below]
 
     def _is_good(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> bool:
         self._judgements_left -= 1
@@ -307,16 +309,30 @@ def _rate(gpu: _Gpu) -> float:
     return gpu.rate_rps
 
 
-def _slots_near(num_slots: int, num_adapters: int) -> list[int]:
-    """Return numbers of slots to try: this one, the next one if adapters would use it, the one before."""
-    above = bisect_left(SLOT_COUNTS, num_slots + 1)
-    below = bisect_left(SLOT_COUNTS, num_slots) - 1
-    tried = [num_slots]
-    if num_slots < num_adapters and above < len(SLOT_COUNTS):
-        tried.append(SLOT_COUNTS[above])
-    if below >= 0:
-        tried.append(SLOT_COUNTS[below])
-    return tried
+def _pairs_within(given: Sequence[AdapterDemand], taken: Sequence[AdapterDemand], room_rps: float) -> _Pairs:
+    """Return pairs to swap, the first given with the first taken and so on, that move no more than this."""
+    pairs: _Pairs = []
+    for pair in zip(given, taken, strict=False):
+        difference_rps = pair[0].rate_rps - pair[1].rate_rps
+        if 0 < difference_rps <= room_rps:
+            pairs.append(pair)
+            room_rps -= difference_rps
+    return pairs
+
+
+def _closest_pair(given: Sequence[AdapterDemand], taken: Sequence[AdapterDemand], gap_rps: float) -> _Pairs:
+    """Return the pair whose difference is closest to half the gap, if it is less than all of it. `taken` is
+    ordered by rate."""
+    rates = [each.rate_rps for each in taken]
+    best: _Pairs = []
+    best_miss_rps = gap_rps / 2
+    for each in given:
+        near = bisect_left(rates, each.rate_rps - gap_rps / 2)
+        for other in taken[max(near - 1, 0) : near + 1]:
+            miss_rps = abs(each.rate_rps - other.rate_rps - gap_rps / 2)
+            if miss_rps < best_miss_rps:
+                best, best_miss_rps = [(each, other)], miss_rps
+    return best
 
 
 def _without(

@@ -88,6 +88,13 @@ def test_slots_change_where_others_are_needed() -> None:
     assert plan.num_slots == 16
 
 
+def test_slots_that_do_not_fit_become_the_most_that_do() -> None:
+    demand = demand_of(*[(8, 0.1)] * 100)
+    judge = CapacityJudge(memory=8 * 40, cost_of_slot=0)
+    (plan,) = improve(divided(demand, 100, num_slots=600), demand, judge)
+    assert plan.num_slots == 32
+
+
 def test_an_adapter_that_starves_a_gpu_alone_is_named() -> None:
     demand = demand_of((8, 1.0), (8, 30.0))
     with pytest.raises(PlanError, match="'1' starves a GPU alone"):
