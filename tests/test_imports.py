@@ -37,7 +37,7 @@ def test_workloads_import_neither_web_servers_nor_plots() -> None:
 
 
 def test_the_twin_imports_no_device_and_no_cluster() -> None:
-    loaded = modules_after_importing("loraplex.twin")
+    loaded = modules_after_importing("loraplex.twin,loraplex.planner")
     assert "loraplex" in loaded
     assert loaded.isdisjoint({"torch", "triton", "ray", "transformers", "fastapi", "matplotlib"})
 

@@ -1,4 +1,4 @@
-"""What is to be served: adapters with their ranks and rates, and how long requests are."""
+"""The demand: adapters with their ranks and rates, and how long requests are."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from loraplex.twin.replay import ReplayOptions, replay
 _JUDGED_REQUESTS: Final = 3000
 _JUDGED_S: Final = (60.0, 3600.0)
 """A packer's choices are judged by about so many requests, and by simulations of so many seconds."""
-_OVERLOAD_S: Final = 120.0
+_OVERLOAD_S: Final = 60.0
 _OVERLOAD_RPS: Final = 500.0
 
 

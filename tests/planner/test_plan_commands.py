@@ -108,7 +108,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
         folder.mkdir()
         return str(table(folder, num_adapters, rate_rps))
 
-    files = {"TABLE": of("some", 2, 0.1), "BUSY": of("busy", 2, 500.0), "MANY": of("many", 500, 0.1)}
+    files = {"TABLE": of("some", 2, 0.1), "BUSY": of("busy", 2, 500.0), "MANY": of("many", 150, 0.4)}
     given = [files.get(arg, arg) for arg in args]
     refused = plan("make", "--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
     assert refused.exit_code != 0

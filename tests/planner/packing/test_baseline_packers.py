@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from packing_problems import CapacityJudge, check_holds_once, demand_of, demands, judges
 
 from loraplex.planner.demand import Demand, PlanError
-from loraplex.planner.packing.dlora import DLoraPacking
 from loraplex.planner.packing.least_rate import LeastRate
 from loraplex.planner.packing.max_base import MaxBase
 from loraplex.planner.packing.packer import NotEnoughGpusError, Packer
@@ -67,26 +66,10 @@ def test_random_packing_depends_on_its_seed_alone() -> None:
     assert all(1 <= (each.num_slots or 0) <= len(each.adapters) for each in first)
 
 
-def test_dlora_copies_adapters_and_shares_their_rates() -> None:
-    plans = DLoraPacking(device_bytes=1000, bytes_per_rank=1).pack(FOUR_ADAPTERS, 2)
-    assert len(plans) == 2
-    for adapter in FOUR_ADAPTERS.adapters:
-        copies = [each for plan in plans for each in plan.adapters if each.name == adapter.name]
-        assert sum(each.rate_rps for each in copies) == pytest.approx(adapter.rate_rps)
-    assert sum(len(each.adapters) for each in plans) > len(FOUR_ADAPTERS.adapters)
-    assert all(each.num_slots == len(each.adapters) for each in plans)
-
-
-def test_dlora_refuses_an_adapter_larger_than_a_gpu() -> None:
-    with pytest.raises(PlanError, match=r"'0' \(rank 8\) is larger than a GPU: it takes 80 bytes"):
-        DLoraPacking(device_bytes=79, bytes_per_rank=10).pack(FOUR_ADAPTERS, 2)
-
-
 PACKERS: list[Packer] = [
     MaxBase(base_tok_s=1000),
     LeastRate(judge=CapacityJudge(capacity_tok_s=1e9)),
     RandomPacking(seed=0),
-    DLoraPacking(device_bytes=1000, bytes_per_rank=1),
 ]
 
 
@@ -97,7 +80,7 @@ def test_no_gpus_are_refused_and_no_adapters_need_none(packer: Packer) -> None:
     assert packer.pack(demand_of(), 2) == ()
 
 
-@given(demands(30), st.sampled_from(PACKERS[:3]), st.integers(1, 30))
+@given(demands(30), st.sampled_from(PACKERS), st.integers(1, 30))
 def test_every_adapter_is_placed_once(demand: Demand, packer: Packer, num_gpus: int) -> None:
     try:
         plans = packer.pack(demand, num_gpus)
