@@ -223,9 +223,9 @@ async def _run(
 
 
 def _batching_in_words(options: ServeOptions) -> str | None:
-    """Return the batching policy for the banner; None for the default, and where other servers decide."""
+    """Return the batching policy for the banner; None for the default."""
     batching = options.engine.batching
-    return None if batching is Batching.FCFS or options.backends is not None else str(batching)
+    return None if batching is Batching.FCFS else str(batching)
 
 
 def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:

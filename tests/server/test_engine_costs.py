@@ -10,12 +10,15 @@ import pytest
 import tiny
 import torch
 
+from loraplex.engine import profile_subject
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.profile_subject import profile_path
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_from_json, write_profile
+from loraplex.perf.subject import shape_of_key
 from loraplex.server.engine_costs import costs_of
 
 
@@ -55,3 +58,18 @@ def test_nothing_is_said_of_other_cores() -> None:
     options = fake_core.FakeOptions()
     assert costs_of(options, fake_core.build_without_progress(options)) is None
     assert costs_of(EngineOptions(model="x"), fake_core.build_without_progress(options)) is None
+
+
+def test_an_engine_without_a_profile_takes_the_packages_of_such_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(shipped, CostModel)
+    shape = shape_of_key(shipped.subject.model)
+    monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
+    for machine, expected in ((shipped.subject.machine, True), ("another machine", False)):
+        subject = replace(shipped.subject, machine=machine)
+        monkeypatch.setattr(profile_subject, "subject_of", lambda *_, subject=subject: subject)
+        known = profile_subject.known_costs(shape, "cuda", torch.bfloat16)
+        assert (known == shipped) is expected
+        assert known.measured is expected

@@ -19,9 +19,9 @@ from loraplex.kernels.lora import (
     add_lora_segment,
     host_weights,
 )
-from loraplex.kernels.triton.lora_blocks import BlocksLaunch
+from loraplex.kernels.triton.lora_blocks import MAX_RANK_BLOCKS, BlocksLaunch
 from loraplex.kernels.triton.lora_rows import RowsLaunch
-from loraplex.kernels.triton.lora_step import cut_tiles, new_step
+from loraplex.kernels.triton.lora_step import MAX_RANK, cut_tiles, new_step
 
 SHAPE = ModelShape(
     family="llama",
@@ -144,6 +144,30 @@ def test_any_mix_of_ranks_and_modules_with_base_rows_in_between(
 def test_every_rank_from_1_to_512(rank: int, launch: RowsLaunch | BlocksLaunch) -> None:
     weights = adapter({"q_proj": rank, "v_proj": 3}, torch.float32, rank)
     check("qkv", [LoraSegment(start=1, end=2, weights=weights)], 3, torch.float32, launch)
+
+
+LAUNCHES = [
+    BLOCKS,
+    FEW_PROGRAMS,
+    *(BlocksLaunch.for_decode(rows) for rows in (1, 256)),
+    *(BlocksLaunch.for_prompts(rows) for rows in (64, 2048)),
+]
+
+
+def test_three_modules_of_the_largest_rank_over_several_tiles() -> None:
+    weights = adapter(dict.fromkeys(("q_proj", "k_proj", "v_proj"), MAX_RANK), torch.float32, 3)
+    segments = [LoraSegment(start=0, end=40, weights=weights), LoraSegment(start=41, end=43, weights=weights)]
+    check("qkv", segments, 44, torch.float32, FEW_PROGRAMS)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=range(len(LAUNCHES)))
+def test_there_are_counts_for_every_rank_and_no_tile_is_empty(launch: BlocksLaunch) -> None:
+    assert -(-3 * MAX_RANK // launch.shrink_block_r) <= MAX_RANK_BLOCKS
+    lens = np.array([0, 1, 0, 17, 64, 0, 65, 0])
+    spans = np.stack((np.cumsum(lens) - lens, lens), axis=1)
+    tiles, _ = cut_tiles(spans, np.arange(len(lens)), launch)
+    assert tiles[:, 1].min() > 0, "programs end at the first empty tile"
+    assert tiles[:, 1].sum() == lens.sum()
 
 
 def test_a_batch_of_base_rows_is_left_alone() -> None:
