@@ -198,18 +198,18 @@ def _resume(path: Path, file: BinaryIO, header: dict[str, Any]) -> tuple[int, in
     """Remove an incomplete last line, or begin the file. Return its rows, and the point of the last one."""
     file.seek(0)
     content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
     lines = content.split(b"\n")[:-1]
-    if not lines:
-        if content and not content.startswith(b'{"version"'):
-            raise DatasetError(f"{path}: it is no dataset; {_ADVICE}")
-        file.write(json.dumps(header).encode() + b"\n")
+    begun = json.dumps(header).encode() + b"\n"
+    if not lines and begun.startswith(content):
+        file.truncate(0)
+        file.write(begun)
         file.flush()
         return 0, None
     found = _header(path, lines)
     if different := [key for key in header if found.get(key) != header[key]]:
         raise DatasetError(f"{path}: it was begun with another {' and '.join(different)}; {_ADVICE}")
     rows = _rows(path, lines)
+    file.truncate(content.rfind(b"\n") + 1)  # not before it is known to be a dataset
     return len(rows), int(rows[-1, 0]) if len(rows) else None
 
 

@@ -54,42 +54,46 @@ _FOREST_CLASSES: Final[Options] = {
     "max_features": (None, "sqrt", "log2"),
 }
 _QUICK: Final[Mapping[ModelKind, Options]] = {
-    ModelKind.FOREST: {"n_estimators": (64,), "max_depth": (None, 10), "min_samples_leaf": (1, 5)},
+    ModelKind.FOREST: {"n_estimators": (32,), "max_depth": (None, 10), "min_samples_leaf": (1, 5)},
     ModelKind.SVM: {"C": (10, 1000), "kernel": ("rbf",), "gamma": ("scale", 1)},
     ModelKind.KNN: _KNN,
 }
-_SMALL_TREES: Final[Options] = {"max_leaf_nodes": (8, 16, 32), "min_samples_leaf": (1, 5, 10, 32)}
-"""Trees that grow where the error is largest, up to a number of rules; the paper bounds their depth only."""
 
 
-def regression_options(kind: ModelKind, search: Search) -> list[Options]:
-    """Return the grids to search for the throughput."""
+def regression_options(kind: ModelKind, search: Search) -> Options:
+    """Return the options to search for the throughput."""
     if search is Search.QUICK:
-        return [_QUICK[kind]]
+        return _QUICK[kind]
     match kind:
         case ModelKind.FOREST:
-            return [{**_FOREST, **_FOREST_REGRESSION}]
+            return {**_FOREST, **_FOREST_REGRESSION}
         case ModelKind.SVM:
-            return [{**_SVM, "epsilon": (0.1, 0.5, 1, 5)}]
+            return {**_SVM, "epsilon": (0.1, 0.5, 1, 5)}
         case ModelKind.KNN:
-            return [_KNN]
+            return _KNN
 
 
-def class_options(kind: ModelKind, search: Search) -> list[Options]:
-    """Return the grids to search for starvation."""
+def class_options(kind: ModelKind, search: Search) -> Options:
+    """Return the options to search for starvation."""
     if search is Search.QUICK:
-        return [_QUICK[kind]]
+        return _QUICK[kind]
     match kind:
         case ModelKind.FOREST:
-            return [{**_FOREST, **_FOREST_CLASSES}]
+            return {**_FOREST, **_FOREST_CLASSES}
         case ModelKind.SVM:
-            return [_SVM]
+            return _SVM
         case ModelKind.KNN:
-            return [_KNN]
+            return _KNN
 
 
-def small_tree_options(forests: Sequence[Options], search: Search) -> list[Options]:
-    """Return the grids to search for one small tree, from those of forests."""
-    one = {"n_estimators": (1,), "bootstrap": (False,)}
-    of_paper = [{**grid, **one} for grid in forests] if search is Search.PAPER else []
-    return [*of_paper, {**_SMALL_TREES, **one}]
+def small_tree_options(forest: Options, search: Search, max_rules: int) -> list[Options]:
+    """Return the grids to search for one small tree, the first from that of forests. The last grid is of
+    trees that grow where the error is largest, up to a number of rules; the paper bounds their depth only."""
+    one: Options = {"n_estimators": (1,), "bootstrap": (False,)}
+    grown = {
+        "max_leaf_nodes": sorted({max(max_rules // 2, 2), max(max_rules, 2)}),
+        "min_samples_leaf": (1, 5, 10, 32),
+        "max_features": (None,),
+    }
+    of_paper: list[Options] = [{**forest, **one}] if search is Search.PAPER else []
+    return [*of_paper, {**grown, **one}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -37,7 +37,7 @@ _HELD_OUT: Final = 5
 """One row in so many is held out, to measure the accuracy."""
 _TOO_COMPLEX: Final = -1e9
 _MAX_SVM_ITERATIONS: Final = 1_000_000
-_KEEP_ROWS: Final = 3
+_ROUND_FACTOR: Final = 3
 """In each round of the search, a third of the candidates is kept, for three times as many rows."""
 
 
@@ -121,13 +121,9 @@ def train(
     _check(rows)
     began_s = time.monotonic()
     regressor, classifier = _models(kind)
-    grids = regression_options(kind, search), class_options(kind, search)
-    throughput = _search(
-        regressor, grids[0], rows.features, rows.throughput_tok_s, _smape_score, num_jobs, progress, kind
-    )
-    starvation = _search(
-        classifier, grids[1], rows.features, rows.is_starved, "f1_macro", num_jobs, progress, kind
-    )
+    searches = _Searches(kind, rows, num_jobs, progress)
+    throughput = searches.throughput(regressor, regression_options(kind, search), _smape_score)
+    starvation = searches.starvation(classifier, class_options(kind, search), "f1_macro")
     return Trained(
         kind=kind,
         throughput=throughput.best_estimator_,
@@ -150,25 +146,20 @@ def refine(
     as a multiple of the rate; without, rules are those of the paper."""
     _check(rows)
     regressor, classifier = _models(ModelKind.FOREST)
-    score, class_score = _SmallTreeScore(max_rules, False), _SmallTreeScore(max_rules, True)
-    grids = (
-        small_tree_options(regression_options(ModelKind.FOREST, search), search),
-        small_tree_options(class_options(ModelKind.FOREST, search), search),
+    searches = _Searches("small tree", rows, num_jobs, progress)
+    forests = (regression_options(ModelKind.FOREST, search), class_options(ModelKind.FOREST, search))
+    of_rate, of_class = _SmallTreeScore(max_rules, False), _SmallTreeScore(max_rules, True)
+    tree = of_rate.best(
+        searches.throughput(regressor, options, of_rate)
+        for options in small_tree_options(forests[0], search, max_rules)
     )
-    features, name = rows.features, "small tree"
-    throughput = _search(
-        regressor, grids[0], features, rows.throughput_tok_s, score, num_jobs, progress, name
+    class_tree = of_class.best(
+        searches.starvation(classifier, options, of_class)
+        for options in small_tree_options(forests[1], search, max_rules)
     )
-    starvation = _search(
-        classifier, grids[1], features, rows.is_starved, class_score, num_jobs, progress, name
-    )
-    tree = tree_of(_regression_forest(throughput.best_estimator_))
     if per_rate:
-        tree = with_best_leaves(tree, features, rows.throughput_tok_s)
-    found = forest_of([collapsed(tree)]), forest_of([_class_tree(starvation.best_estimator_)])
-    if max(each.num_rules for each in found) > max_rules:
-        raise DatasetError(f"no tree of {max_rules} rules or fewer was found; allow more, or add rows")
-    return _surrogate(*found, rows)
+        tree = with_best_leaves(tree, rows.features, rows.throughput_tok_s)
+    return _surrogate(forest_of([collapsed(tree)]), forest_of([class_tree]), rows)
 
 
 def forest_surrogate(trained: Trained, rows: Dataset) -> Surrogate:
@@ -227,34 +218,39 @@ def _models(kind: ModelKind) -> tuple[Any, Any]:
     return regressor, classifier
 
 
-def _search(
-    model: Any,
-    grids: Sequence[Options],
-    features: Floats,
-    targets: Any,
-    scoring: Any,
-    num_jobs: int | None,
-    progress: Report | None,
-    name: str,
-) -> Any:
-    from sklearn.experimental import enable_halving_search_cv  # noqa: F401
-    from sklearn.model_selection import HalvingGridSearchCV
+@dataclass(frozen=True, slots=True)
+class _Searches:
+    """Searches over the same rows. `name`: of the model, for people."""
 
-    if progress is not None:
-        target = "throughput" if targets.dtype == np.float64 else "starvation"
-        progress(f"searching for a {name} for {target}", None)
-    prefix = "model__" if hasattr(model, "named_steps") else ""
-    found = HalvingGridSearchCV(
-        model,
-        [{prefix + option: list(values) for option, values in grid.items()} for grid in grids],
-        factor=_KEEP_ROWS,
-        cv=_FOLDS,
-        scoring=scoring,
-        random_state=_SEED,
-        n_jobs=num_jobs,
-    )
-    with _quiet():
-        return found.fit(features, targets)
+    name: str
+    rows: Dataset
+    num_jobs: int | None
+    progress: Report | None
+
+    def throughput(self, model: Any, options: Options, scoring: Any) -> Any:
+        return self._search("throughput", model, options, scoring, self.rows.throughput_tok_s)
+
+    def starvation(self, model: Any, options: Options, scoring: Any) -> Any:
+        return self._search("starvation", model, options, scoring, self.rows.is_starved)
+
+    def _search(self, target: str, model: Any, options: Options, scoring: Any, values: Any) -> Any:
+        from sklearn.experimental import enable_halving_search_cv  # noqa: F401
+        from sklearn.model_selection import HalvingGridSearchCV
+
+        if self.progress is not None:
+            self.progress(f"searching for a {self.name} for {target}", None)
+        prefix = "model__" if hasattr(model, "named_steps") else ""
+        found = HalvingGridSearchCV(
+            model,
+            {prefix + option: list(values) for option, values in options.items()},
+            factor=_ROUND_FACTOR,
+            cv=_FOLDS,
+            scoring=scoring,
+            random_state=_SEED,
+            n_jobs=self.num_jobs,
+        )
+        with _quiet():
+            return found.fit(self.rows.features, values)
 
 
 @contextmanager
@@ -279,12 +275,21 @@ class _SmallTreeScore:
     is_class: bool
 
     def __call__(self, model: Any, features: Floats, targets: Any) -> float:
-        tree = _class_tree(model) if self.is_class else collapsed(tree_of(_regression_forest(model)))
-        if tree.num_leaves > self.max_rules:
+        if self._tree(model).num_leaves > self.max_rules:
             return _TOO_COMPLEX
         if self.is_class:
             return macro_f1(list(zip(model.predict(features).tolist(), targets.tolist(), strict=True)))
         return _smape_score(model, features, targets)
+
+    def best(self, searches: Iterable[Any]) -> Tree:
+        """Return the best tree that has few rules; a search of complex ones may end without any."""
+        found = [(each.best_score_, self._tree(each.best_estimator_)) for each in searches]
+        small = [(score, tree) for score, tree in found if tree.num_leaves <= self.max_rules]
+        _, tree = max(small, key=lambda each: each[0])
+        return tree
+
+    def _tree(self, model: Any) -> Tree:
+        return _class_tree(model) if self.is_class else collapsed(tree_of(_regression_forest(model)))
 
 
 def _class_tree(model: Any) -> Tree:
