@@ -18,12 +18,15 @@ from loraplex.cli.table import Column, number_column, print_table
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
+from loraplex.core.whole_file import write_whole
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from loraplex.perf.named_profiles import Profile
     from loraplex.planner.check import GpuCheck, PlanCheck
     from loraplex.planner.demand import Demand
     from loraplex.planner.plan import Plan
+    from loraplex.planner.surrogate import Surrogate, SurrogateJudge
 
 app = App(help="How many GPUs, and which adapter where: made, checked and shown.", no_args_is_help=True)
 
@@ -31,6 +34,68 @@ PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `lorap
 _MOST_GPUS: Final = 10_000
 _STARVES: Final = 1
 """Exit status of a check that finds a GPU starving."""
+
+
+@app.command()
+def train(
+    profile: ProfilePath,
+    out: Annotated[Path, typer.Option(help="Write the surrogate to this file.")],
+    dataset: Annotated[
+        Path, typer.Option(help="The simulated runs; continued if the file has some of them already.")
+    ],
+    prompt_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every prompt.")],
+    output_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every answer.")],
+    rows: Annotated[
+        int, typer.Option(min=100, max=10_000_000, help="How many runs; those of the papers are 60,000.")
+    ] = 2000,
+    seconds: Annotated[float, typer.Option(min=60, help="Simulated seconds of each run.")] = 3600.0,
+    small: Annotated[
+        bool, typer.Option("--small", help="One tree of at most 32 rules each, instead of a forest.")
+    ] = False,
+    paper_search: Annotated[
+        bool, typer.Option("--paper-search", help="Search all of the paper's options, which takes hours.")
+    ] = False,
+    rules: Annotated[
+        Path | None, typer.Option(help="Write the rules to this file, to be read; with --small.")
+    ] = None,
+) -> None:
+    """Train a surrogate of an engine with slots: a file that answers in microseconds what the twin simulates.
+
+    Runs are simulated on all cores until the dataset has so many; interrupted, the same command goes on.
+    """
+    if rules is not None and not small:
+        raise typer.BadParameter("a forest has too many rules to read; give --small", param_hint="--rules")
+    check_writable(out, "--out", inputs=(profile, dataset))
+    check_writable(rules, "--rules", inputs=(profile, dataset, out))
+    from loraplex.perf.slot_profile import SlotProfile
+    from loraplex.planner.dataset import Simulated, make_dataset, read_dataset
+    from loraplex.planner.searches import Search
+    from loraplex.planner.surrogate_json import write_surrogate
+    from loraplex.planner.training import train_forest, train_small_tree
+    from loraplex.twin.run_workload import Lengths
+
+    found = read_profile_of(profile, None)
+    if not isinstance(found, SlotProfile):
+        raise UserError(
+            "the profile is of an engine without slots; `plan make` asks the twin of it, without training"
+        )
+    simulated = Simulated(
+        profile=found,
+        profile_name=str(profile),
+        lengths=Lengths(prompt_tokens, output_tokens),
+        duration_s=seconds,
+    )
+    with shown_progress("simulating runs") as report:
+        make_dataset(dataset, simulated, num_rows=rows, progress=report)
+    search = Search.PAPER if paper_search else Search.QUICK
+    with shown_progress("training", left=None) as report:
+        train_one = train_small_tree if small else train_forest
+        trained = train_one(read_dataset(dataset), search, progress=report)
+    with files_saved(
+        (out, lambda path: write_surrogate(path, trained)),
+        (rules, lambda path: write_whole(path, _rules_of(trained))),
+    ):
+        _show_accuracy(trained)
 
 
 @app.command()
@@ -54,6 +119,10 @@ def make(
         int | None,
         typer.Option(min=1, max=_MOST_GPUS, help="How many GPUs there are; default: as few as will do."),
     ] = None,
+    surrogate: Annotated[
+        Path | None,
+        typer.Option(help="Ask a file of `plan train`, and not the twin: in milliseconds, and less exactly."),
+    ] = None,
     packer: Annotated[
         str,
         typer.Option(
@@ -64,8 +133,8 @@ def make(
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
 ) -> None:
-    """Plan which GPU serves which adapters, with how many slots, judged by the twin."""
-    inputs = tuple(path for path in (profile, workload, adapters) if path is not None)
+    """Plan which GPU serves which adapters, with how many slots, judged by the twin or a surrogate."""
+    inputs = tuple(path for path in (profile, workload, adapters, surrogate) if path is not None)
     check_writable(out, "--out", inputs=inputs)
     check_writable(json_out, inputs=(*inputs, out))
     check_picture(plot, inputs=(*inputs, out))
@@ -74,6 +143,7 @@ def make(
 
     demand = _demand(workload, adapters, prompt_tokens, output_tokens)
     found = read_profile_of(profile, None)
+    judge = None if surrogate is None else _judge_of(surrogate, found, demand)
     with shown_progress("planning", left=None) as report:
         plan = make_plan(
             demand,
@@ -81,8 +151,11 @@ def make(
             profile_name=str(profile),
             packer=packer,
             num_gpus=gpus,
-            report=lambda num_asked: report("trying GPUs in the twin", 0.0),
+            judge=judge,
+            report=lambda num_asked: report("trying GPUs", 0.0),
         )
+    if judge is not None and (outside := judge.outside_range()):
+        _warn(f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}")
     checked = _checked(plan, profile, seeds=(0,))
 
     def draw(path: Path) -> None:
@@ -127,6 +200,23 @@ def check(
         _show(read, checked)
     if checked.starves:
         raise typer.Exit(_STARVES)
+
+
+def _judge_of(path: Path, profile: Profile, demand: Demand) -> SurrogateJudge:
+    from loraplex.perf.slot_profile import SlotProfile
+    from loraplex.planner.surrogate import SurrogateJudge
+    from loraplex.planner.surrogate_json import read_surrogate
+
+    if not isinstance(profile, SlotProfile):
+        raise UserError(
+            "surrogates are of engines with slots, and the profile is of one without; leave --surrogate out"
+        )
+    return SurrogateJudge(
+        read_surrogate(path, profile),
+        profile,
+        prompt_tokens=demand.prompt_tokens,
+        output_tokens=demand.output_tokens,
+    )
 
 
 def _demand(
@@ -206,6 +296,25 @@ def _show(plan: Plan, checked: PlanCheck | None) -> None:
                 f"starving: GPU {', '.join(slow)} serves less than 0.9 of what is offered; plan with more "
                 "--gpus, or with lower rates"
             )
+
+
+def _rules_of(surrogate: Surrogate) -> str:
+    from loraplex.planner.rules import rules_text
+    from loraplex.planner.trees import tree_of
+
+    parts = []
+    for what, forest in (("tokens/s", surrogate.throughput), ("starves", surrogate.starvation)):
+        parts += [what, *rules_text(tree_of(forest), surrogate.feature_names), ""]
+    return "\n".join(parts)
+
+
+def _show_accuracy(surrogate: Surrogate) -> None:
+    accuracy = surrogate.accuracy
+    typer.echo(
+        f"on {accuracy['num_held_out']:,.0f} runs that it was not trained on: throughput "
+        f"{accuracy['throughput_smape_authors_unit']:.2f}% off (the paper's SMAPE, half of ours), starvation "
+        f"macro-F1 {accuracy['starvation_macro_f1']:.3f}"
+    )
 
 
 def _warn(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Makes a plan: chooses the packer by name, and judges by the twin."""
+"""Makes a plan: chooses the packer by name, and the judge."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def make_plan(
     profile_name: str,
     packer: str,
     num_gpus: int | None,
+    judge: Judge | None = None,
     report: Callable[[int], None] = lambda num_asked: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do. `report`: gets how often the twin was
-    asked.
+    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the twin. `report`: gets
+    how often it was asked.
 
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
-    judge = CountingJudge(TwinJudge(profile, demand), report)
-    chosen = _packer_of(packer, profile, demand, judge)
+    chosen = _packer_of(packer, profile, demand, CountingJudge(judge or TwinJudge(profile, demand), report))
     if num_gpus is None:
         gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))
     else:

@@ -44,25 +44,53 @@ def predict_run(
 ) -> Predicted | None:
     """Return the predicted figures; None if the slots leave no memory to run in. `drawn`: the requests, if
     they were drawn already."""
-    kv_tokens = profile.memory.predict(num_slots=setup.num_slots, max_rank=setup.max_rank)
     requests, mix = drawn or book.requests(setup)
-    num_blocks = kv_tokens // BLOCK_SIZE
-    longest = int((requests.prompt_tokens + requests.output_tokens).max())
+    limits = run_limits(
+        profile,
+        num_slots=setup.num_slots,
+        max_rank=setup.max_rank,
+        longest=int((requests.prompt_tokens + requests.output_tokens).max()),
+        duration_s=setup.duration_s,
+        max_running=setup.max_running,
+    )
+    if limits is None:
+        return None
+    return predict_requests(profile, limits, requests, mix, offered_tok_s=book.offered_tok_s(setup))
+
+
+def run_limits(
+    profile: SlotProfile,
+    *,
+    num_slots: int,
+    max_rank: int,
+    longest: int,
+    duration_s: float,
+    max_running: int | None = None,
+) -> Limits | None:
+    """Return the limits of an engine with these slots; None if they leave no memory for a request of
+    `longest` tokens. `max_running`: None for the profile's."""
+    num_blocks = profile.memory.predict(num_slots=num_slots, max_rank=max_rank) // BLOCK_SIZE
     spare_blocks = profile.spare_blocks(num_blocks)
     if num_blocks < -(-longest // BLOCK_SIZE) + spare_blocks:
         return None
-    limits = Limits(
-        num_slots=setup.num_slots,
-        max_rank=setup.max_rank,
+    return Limits(
+        num_slots=num_slots,
+        max_rank=max_rank,
         num_blocks=num_blocks,
         spare_blocks=spare_blocks,
-        max_running=min(setup.max_running, profile.max_running),
+        max_running=min(max_running or profile.max_running, profile.max_running),
         max_step_tokens=profile.max_step_tokens,
         max_open=profile.client.max_open,
-        until_s=setup.duration_s,
+        until_s=duration_s,
     )
+
+
+def predict_requests(
+    profile: SlotProfile, limits: Limits, requests: Requests, mix: AdapterMix, *, offered_tok_s: float
+) -> Predicted:
+    """Return the predicted figures of these requests, up to `limits.until_s`."""
     run = run_slot_engine(requests, limits, profile.costs, ranks=mix.ranks, order=mix.order)
-    return _figures(run, setup.duration_s, profile.client.latency_s, book.offered_tok_s(setup))
+    return _figures(run, limits.until_s, profile.client.latency_s, offered_tok_s)
 
 
 def _figures(run: SlotRun, duration_s: float, latency_s: float, offered_tok_s: float) -> Predicted:

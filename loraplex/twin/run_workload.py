@@ -45,9 +45,11 @@ class AdapterMix:
 
 
 class WorkloadBook:
-    """Statistics of recorded runs, from which the requests of another run are drawn."""
+    """Statistics of recorded runs, from which the requests of another run are drawn. `mean_lengths`: all
+    requests of a run have its mean lengths."""
 
-    def __init__(self, runs: Sequence[tuple[RunSetup, Measured]]) -> None:
+    def __init__(self, runs: Sequence[tuple[RunSetup, Measured]], *, mean_lengths: bool = False) -> None:
+        self._mean_lengths = mean_lengths
         self._rps: dict[object, list[float]] = {}
         self._lengths: dict[object, list[Lengths]] = {}
         for setup, found in runs:
@@ -95,18 +97,38 @@ class WorkloadBook:
         rng = np.random.default_rng(zlib.crc32(key.encode()))
         rates = np.repeat([rate for rate, _ in setup.rates], [count for _, count in setup.rates])
         rng.shuffle(rates)
-        count, num_adapters = self.num_requests(setup), len(rates)
-        prompt, output = self.lengths(setup)
         fixed = setup.dataset is not None and setup.dataset.startswith(_FIXED_LENGTHS)
-        requests = Requests(
-            # Given their number, the arrivals of a Poisson process are uniformly distributed.
-            arrival_s=np.sort(rng.random(count)) * setup.duration_s,
-            prompt_tokens=_lengths(rng, prompt, 0.0 if fixed else _PROMPT_SPREAD, count),
-            output_tokens=_lengths(rng, output, 0.0 if fixed else _OUTPUT_SPREAD, count),
-            adapter=rng.choice(num_adapters, size=count, p=rates / rates.sum()).astype(np.int64),
+        requests = draw_requests(
+            rng,
+            rates,
+            self.lengths(setup),
+            num_requests=self.num_requests(setup),
+            duration_s=setup.duration_s,
+            mean_lengths=self._mean_lengths or fixed,
         )
+        num_adapters = len(rates)
         ranks = rng.choice(np.array(setup.ranks, np.float64), size=num_adapters)
         return requests, AdapterMix(ranks=ranks, order=rng.permutation(num_adapters))
+
+
+def draw_requests(
+    rng: np.random.Generator,
+    rates: Floats,
+    lengths: Lengths,
+    *,
+    num_requests: int,
+    duration_s: float,
+    mean_lengths: bool,
+) -> Requests:
+    """Return so many requests that arrive as Poisson processes, one for each adapter. `rates`: by adapter.
+    `mean_lengths`: all requests have the mean lengths, instead of lengths that are drawn around them."""
+    return Requests(
+        # Given their number, the arrivals of a Poisson process are uniformly distributed.
+        arrival_s=np.sort(rng.random(num_requests)) * duration_s,
+        prompt_tokens=_lengths(rng, lengths.prompt, 0.0 if mean_lengths else _PROMPT_SPREAD, num_requests),
+        output_tokens=_lengths(rng, lengths.output, 0.0 if mean_lengths else _OUTPUT_SPREAD, num_requests),
+        adapter=rng.choice(len(rates), size=num_requests, p=rates / rates.sum()).astype(np.int64),
+    )
 
 
 def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int) -> Ints:

@@ -116,6 +116,28 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
     assert not (tmp_path / "plan.json").exists()
 
 
+def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
+    dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
+    trained = plan(
+        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "120", "--seconds", "120"),
+        *("--small", "--out", surrogate, "--rules", rules),
+    )
+    assert trained.exit_code == 0, words_of(trained)
+    assert "runs that it was not trained on: throughput" in trained.output
+    assert "->" in rules.read_text()
+    out, adapters = tmp_path / "plan.json", table(tmp_path, 40, 0.05)
+    asked = ("make", "--adapters", adapters, "--out", out, "--surrogate", surrogate)
+    made = plan(*asked, "--profile", SLOTS, *LENGTHS)
+    assert made.exit_code == 0, words_of(made)
+    assert {each.name for each in demand_of(read_plan(out)).adapters} == {f"a{index}" for index in range(40)}
+    longer = plan(*asked, "--profile", SLOTS, "--prompt-tokens", "900", "--output-tokens", "230")
+    assert "was trained on requests of 250 prompt and 230 answer tokens" in words_of(longer)
+    other = plan(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
+    assert "was trained on the profile" in words_of(other)
+    ours = plan(*asked, "--profile", OURS, *LENGTHS)
+    assert "leave --surrogate out" in words_of(ours)
+
+
 def test_making_and_checking_need_neither_torch_nor_scikit_learn(tmp_path: Path) -> None:
     code = (
         "import sys, loraplex.planner.make, loraplex.planner.check, loraplex.planner.adapter_table\n"

@@ -1,0 +1,40 @@
+"""The runs that a dataset is of, and that a surrogate made from it knows about."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+
+from loraplex.perf.profile_json import JsonObject
+from loraplex.perf.slot_profile import SlotProfile, slot_profile_to_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedOn:
+    """`profile`: the name it was given by. `profile_sha256`: a hash of its content. `prompt_tokens`,
+    `output_tokens`: of every request. `duration_s`: simulated seconds of each run."""
+
+    profile: str
+    profile_sha256: str
+    model: str
+    hardware: str
+    prompt_tokens: float
+    output_tokens: float
+    duration_s: float
+
+    def as_json(self) -> dict[str, str | float]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, value: object) -> TrainedOn:
+        """Invert `as_json`. Raises ValueError that says what is wrong."""
+        found = JsonObject(value, "trained_on")
+        texts = {each.name: found.text(each.name) for each in fields(cls) if each.type == "str"}
+        numbers = {each.name: found.number(each.name) for each in fields(cls) if each.type == "float"}
+        found.end()
+        return cls(**texts, **numbers)  # type: ignore[arg-type]
+
+
+def fingerprint(profile: SlotProfile) -> str:
+    """Return a hash of everything that the profile predicts with."""
+    return hashlib.sha256(slot_profile_to_json(profile).encode()).hexdigest()

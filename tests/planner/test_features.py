@@ -1,0 +1,34 @@
+"""The numbers that a surrogate knows of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.features import FEATURE_NAMES, EngineKind, own_features, slot_features
+from loraplex.planner.grid import whole_grid
+
+ADAPTERS = [
+    AdapterDemand(name="a", rank=8, rate_rps=0.5),
+    AdapterDemand(name="b", rank=8, rate_rps=1.5),
+    AdapterDemand(name="c", rank=32, rate_rps=1.0),
+]
+# Deviations from the mean rate 1: -0.5, 0.5, 0; from the mean rank 16: -8, -8, 16.
+OF_ADAPTERS = [3, 3.0, (0.5 / 3) ** 0.5, 32, 16.0, 128**0.5]
+
+
+def test_features_of_an_engine_with_slots() -> None:
+    assert FEATURE_NAMES[EngineKind.SLOTS][-1] == "adapter_slots"
+    assert slot_features(ADAPTERS, 2).tolist() == pytest.approx([*OF_ADAPTERS, 2])
+
+
+def test_features_of_our_engine_have_bytes_instead_of_slots() -> None:
+    assert FEATURE_NAMES[EngineKind.OWN][-1] == "sum_bytes"
+    assert own_features(ADAPTERS, lambda rank: 1000 * rank).tolist() == pytest.approx([*OF_ADAPTERS, 48_000])
+
+
+def test_the_grid_is_every_choice_of_sizes_and_rates_with_as_many_slots_as_adapters_or_fewer() -> None:
+    points = whole_grid()
+    assert len(points) == 10 * 220 * 66
+    assert all(point.num_slots <= point.num_adapters for point in points)
+    assert len(set(points)) == len(points)

@@ -1,0 +1,135 @@
+"""Training: what is exported predicts what scikit-learn does, and small trees are small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small import NAMES, made_up, random_features
+
+from loraplex.planner.dataset import DatasetError
+from loraplex.planner.rules import compiled_rules, rules_source
+from loraplex.planner.searches import ModelKind, Search, class_options, regression_options
+from loraplex.planner.surrogate import Surrogate
+from loraplex.planner.surrogate_json import read_surrogate, write_surrogate
+from loraplex.planner.training import (
+    Trained,
+    forest_surrogate,
+    refine,
+    split,
+    train,
+    train_forest,
+    train_small_tree,
+)
+from loraplex.planner.trees import LEAF_PER_RATE, tree_of
+
+ROWS = random_features(np.random.default_rng(7), 500)
+
+
+@pytest.fixture(scope="module")
+def forest() -> Trained:
+    return train(made_up(), ModelKind.FOREST, num_jobs=1)
+
+
+@pytest.fixture(scope="module")
+def small_tree() -> Surrogate:
+    return refine(made_up(), num_jobs=1)
+
+
+def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "forest.json"
+    write_surrogate(path, forest_surrogate(forest, made_up()))
+    found = read_surrogate(path)
+    rows = np.concatenate((ROWS, made_up().features.astype(np.float32)))
+    assert found.throughput.values(rows) == pytest.approx(forest.throughput.predict(rows))
+    shares = forest.starvation.predict_proba(rows)[:, 1]
+    assert found.starvation.values(rows) == pytest.approx(shares)
+    starved = [found.predict(row).is_starved for row in rows]
+    assert starved == forest.starvation.predict(rows).tolist()
+
+
+def test_ranges_are_those_of_the_rows(forest: Trained) -> None:
+    rows = made_up()
+    found = forest_surrogate(forest, rows)
+    assert (found.ranges[:, 0] == rows.features.min(axis=0)).all()
+    assert (found.ranges[:, 1] == rows.features.max(axis=0)).all()
+    assert not any(found.predict(row).outside for row in rows.features.astype(np.float32))
+    assert found.trained_on == rows.trained_on
+
+
+def test_a_small_tree_has_few_rules_and_is_not_much_worse(small_tree: Surrogate) -> None:
+    assert len(small_tree.throughput.roots) == len(small_tree.starvation.roots) == 1
+    assert small_tree.throughput.num_rules <= 32
+    assert small_tree.starvation.num_rules <= 32
+    assert set(small_tree.starvation.number[small_tree.starvation.feature < 0]) == {0.0, 1.0}
+    assert LEAF_PER_RATE in small_tree.throughput.feature
+    held_out = made_up(seed=1)
+    predicted = small_tree.throughput.values(held_out.features.astype(np.float32))
+    errors = abs(predicted - held_out.throughput_tok_s) / (predicted + held_out.throughput_tok_s)
+    assert errors.mean() < 0.1
+    starved = small_tree.starvation.values(held_out.features.astype(np.float32)) > 0.5
+    assert (starved == held_out.is_starved).mean() > 0.85
+
+
+def test_the_papers_small_tree_has_constant_leaves() -> None:
+    found = refine(made_up(), num_jobs=1, max_rules=8, per_rate=False)
+    assert found.throughput.num_rules <= 8
+    assert LEAF_PER_RATE not in found.throughput.feature
+
+
+def test_rules_of_a_trained_tree_are_the_tree(small_tree: Surrogate) -> None:
+    for forest in (small_tree.throughput, small_tree.starvation):
+        predict = compiled_rules(rules_source(tree_of(forest), NAMES, "predict"), "predict")
+        values = [predict(*row) for row in ROWS.astype(np.float64).tolist()]
+        assert values == forest.values(ROWS).tolist()
+
+
+@pytest.mark.parametrize("train_one", [train_forest, train_small_tree])
+def test_the_accuracy_is_on_rows_that_were_held_out(train_one: object) -> None:
+    found = train_one(made_up(), num_jobs=1)  # type: ignore[operator]
+    assert found.accuracy.keys() == {
+        "num_held_out",
+        "throughput_smape_authors_unit",
+        "starvation_macro_f1",
+    }
+    assert found.accuracy["num_held_out"] == 40
+    assert 0 < found.accuracy["throughput_smape_authors_unit"] < 15
+    assert 0.7 < found.accuracy["starvation_macro_f1"] <= 1
+
+
+@pytest.mark.parametrize("kind", [ModelKind.SVM, ModelKind.KNN])
+def test_other_models_are_trained_to_compare_with(kind: ModelKind) -> None:
+    rows, held_out = split(made_up())
+    found = train(rows, kind, num_jobs=1).accuracy(held_out)
+    assert 0 < found["throughput_smape_authors_unit"] < 40
+    assert found["starvation_macro_f1"] > 0.5
+
+
+def test_training_is_the_same_again(small_tree: Surrogate) -> None:
+    again = refine(made_up(), num_jobs=1)
+    assert (again.throughput.number == small_tree.throughput.number).all()
+
+
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(DatasetError, match="there are 50 rows to train on, 100 is the least; make more"):
+        train(made_up(50), ModelKind.KNN)
+    rows = made_up()
+    with pytest.raises(DatasetError, match="too few to learn when they do; make more rows"):
+        refine(replace(rows, is_starved=np.zeros(len(rows), np.bool_)))
+
+
+def test_the_papers_search_has_every_option_of_the_models() -> None:
+    """Guards against a misspelt option, which would only be found hours into a search."""
+    from sklearn import ensemble, neighbors, svm
+
+    models = {
+        ModelKind.FOREST: (ensemble.RandomForestRegressor(), ensemble.RandomForestClassifier()),
+        ModelKind.SVM: (svm.SVR(), svm.SVC()),
+        ModelKind.KNN: (neighbors.KNeighborsRegressor(), neighbors.KNeighborsClassifier()),
+    }
+    for kind, (regressor, classifier) in models.items():
+        for search in Search:
+            assert regressor.get_params().keys() >= regression_options(kind, search).keys()
+            assert classifier.get_params().keys() >= class_options(kind, search).keys()
