@@ -46,7 +46,7 @@ def train(
     prompt_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every prompt.")],
     output_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every answer.")],
     rows: Annotated[
-        int, typer.Option(min=100, max=10_000_000, help="How many runs; those of the papers are 60,000.")
+        int, typer.Option(min=150, max=10_000_000, help="How many runs; those of the papers are 60,000.")
     ] = 2000,
     seconds: Annotated[float, typer.Option(min=60, help="Simulated seconds of each run.")] = 3600.0,
     small: Annotated[

@@ -299,5 +299,5 @@ def _simulate(simulated: Simulated, task: _Task) -> list[float]:
     mix = AdapterMix(ranks=drawn.ranks, order=rng.permutation(len(drawn.ranks)))
     offered_tok_s = num_requests * simulated.longest / duration_s
     found = predict_requests(simulated.profile, task.limits, requests, mix, offered_tok_s=offered_tok_s)
-    features = features_of(drawn.rates_rps.tolist(), drawn.ranks.astype(int).tolist(), drawn.num_slots)
+    features = features_of(drawn.rates_rps, drawn.ranks, drawn.num_slots)
     return [task.point, *features.tolist(), found.total_tok_s, int(found.is_starved)]

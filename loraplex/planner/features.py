@@ -1,16 +1,20 @@
-"""What a surrogate knows of a GPU: a few numbers about its adapters, and its slots."""
+"""The few numbers that a surrogate knows of a GPU: about its adapters, and its slots."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from operator import attrgetter
 from typing import Final
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.planner.demand import AdapterDemand
 
+Floats = npt.NDArray[np.float64]
 Features = npt.NDArray[np.float32]
 """One number per feature, in the precision in which surrogates are trained and compare."""
 
@@ -43,29 +47,39 @@ SUM_RATE: Final = _OF_ADAPTERS.index("sum_rate")
 
 def slot_features(adapters: Sequence[AdapterDemand], num_slots: int) -> Features:
     """Return the features of an engine with slots that serves these adapters."""
-    return features_of([each.rate_rps for each in adapters], [each.rank for each in adapters], num_slots)
+    return features_of(*_rates_and_ranks(adapters), num_slots)
 
 
 def own_features(adapters: Sequence[AdapterDemand], bytes_of_rank: Callable[[int], int]) -> Features:
     """Return the features of an engine without slots. `bytes_of_rank`: size of an adapter of this rank."""
-    ranks = [each.rank for each in adapters]
-    of_rank = {rank: bytes_of_rank(rank) for rank in set(ranks)}
-    return features_of([each.rate_rps for each in adapters], ranks, sum(of_rank[rank] for rank in ranks))
+    of_rank = Counter(each.rank for each in adapters)
+    num_bytes = sum(count * bytes_of_rank(rank) for rank, count in of_rank.items())
+    return features_of(*_rates_and_ranks(adapters), num_bytes)
 
 
-def features_of(rates_rps: Sequence[float], ranks: Sequence[int], last: float) -> Features:
+def features_of(rates_rps: Floats, ranks: Floats, last: float) -> Features:
     """Return the features of adapters by rate and rank. `last`: the slots, or the bytes."""
     assert len(rates_rps) == len(ranks) > 0, "no adapters, no features"
-    sum_rate, std_rate = _sum_and_std(rates_rps)
-    sum_size, std_size = _sum_and_std(ranks)
-    count = len(ranks)
-    found = (count, sum_rate, std_rate, max(ranks), sum_size / count, std_size, last)
-    return np.array(found, np.float32)
+    found: Features = _features(rates_rps, ranks, float(last))
+    return found
 
 
-def _sum_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Return the sum and the population standard deviation. Plain Python: numpy takes longer for the few
-    adapters of a GPU."""
-    total = sum(values)
-    mean = total / len(values)
-    return total, (sum([(each - mean) ** 2 for each in values]) / len(values)) ** 0.5
+def _rates_and_ranks(adapters: Sequence[AdapterDemand]) -> tuple[Floats, Floats]:
+    count = len(adapters)
+    return (
+        np.fromiter(map(attrgetter("rate_rps"), adapters), np.float64, count),
+        np.fromiter(map(attrgetter("rank"), adapters), np.float64, count),
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _features(rates_rps, ranks, last):  # type: ignore[no-untyped-def]
+    found = np.empty(7, np.float32)
+    found[0] = len(ranks)
+    found[1] = rates_rps.sum()
+    found[2] = rates_rps.std()
+    found[3] = ranks.max()
+    found[4] = ranks.mean()
+    found[5] = ranks.std()
+    found[6] = last
+    return found

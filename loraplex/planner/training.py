@@ -23,7 +23,7 @@ from loraplex.planner.searches import (
     regression_options,
     small_tree_options,
 )
-from loraplex.planner.small_trees import with_best_leaves
+from loraplex.planner.small_trees import pruned
 from loraplex.planner.surrogate import STARVED_ABOVE, Surrogate
 from loraplex.planner.trees import LEAF, Forest, Tree, collapsed, forest_of, mapped_leaves, tree_of
 from loraplex.twin.scores import in_authors_unit, macro_f1, smape
@@ -35,6 +35,8 @@ _SEED: Final = 0
 _LEAST_ROWS: Final = 100
 _HELD_OUT: Final = 5
 """One row in so many is held out, to measure the accuracy."""
+_GROWN_TIMES: Final = 8
+"""Times as many rules as are wanted, from which those are merged that say nearly the same."""
 _TOO_COMPLEX: Final = -1e9
 _MAX_SVM_ITERATIONS: Final = 1_000_000
 _ROUND_FACTOR: Final = 3
@@ -149,16 +151,18 @@ def refine(
     searches = _Searches("small tree", rows, num_jobs, progress)
     forests = (regression_options(ModelKind.FOREST, search), class_options(ModelKind.FOREST, search))
     of_rate, of_class = _SmallTreeScore(max_rules, False), _SmallTreeScore(max_rules, True)
-    tree = of_rate.best(
+    model, tree = of_rate.best(
         searches.throughput(regressor, options, of_rate)
         for options in small_tree_options(forests[0], search, max_rules)
     )
-    class_tree = of_class.best(
+    _, class_tree = of_class.best(
         searches.starvation(classifier, options, of_class)
         for options in small_tree_options(forests[1], search, max_rules)
     )
     if per_rate:
-        tree = with_best_leaves(tree, rows.features, rows.throughput_tok_s)
+        model.set_params(max_leaf_nodes=_GROWN_TIMES * max_rules)
+        large = tree_of(_regression_forest(model.fit(rows.features, rows.throughput_tok_s)))
+        tree = pruned(large, rows.features, rows.throughput_tok_s, max_rules)
     return _surrogate(forest_of([collapsed(tree)]), forest_of([class_tree]), rows)
 
 
@@ -281,12 +285,14 @@ class _SmallTreeScore:
             return macro_f1(list(zip(model.predict(features).tolist(), targets.tolist(), strict=True)))
         return _smape_score(model, features, targets)
 
-    def best(self, searches: Iterable[Any]) -> Tree:
-        """Return the best tree that has few rules; a search of complex ones may end without any."""
-        found = [(each.best_score_, self._tree(each.best_estimator_)) for each in searches]
-        small = [(score, tree) for score, tree in found if tree.num_leaves <= self.max_rules]
-        _, tree = max(small, key=lambda each: each[0])
-        return tree
+    def best(self, searches: Iterable[Any]) -> tuple[Any, Tree]:
+        """Return the best model with few rules, and its tree; a search of complex ones may end without."""
+        found = [
+            (each.best_score_, each.best_estimator_, self._tree(each.best_estimator_)) for each in searches
+        ]
+        small = [each for each in found if each[2].num_leaves <= self.max_rules]
+        _, model, tree = max(small, key=lambda each: each[0])
+        return model, tree
 
     def _tree(self, model: Any) -> Tree:
         return _class_tree(model) if self.is_class else collapsed(tree_of(_regression_forest(model)))

@@ -121,7 +121,7 @@ def draw_requests(
     mean_lengths: bool,
 ) -> Requests:
     """Return so many requests that arrive as Poisson processes, one for each adapter. `rates`: by adapter.
-    `mean_lengths`: all requests have the mean lengths, instead of lengths that are drawn around them."""
+    `mean_lengths`: all requests have the mean lengths, instead of lengths distributed around them."""
     return Requests(
         # Given their number, the arrivals of a Poisson process are uniformly distributed.
         arrival_s=np.sort(rng.random(num_requests)) * duration_s,

@@ -119,7 +119,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
 def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
     dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
     trained = plan(
-        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "120", "--seconds", "120"),
+        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "120"),
         *("--small", "--out", surrogate, "--rules", rules),
     )
     assert trained.exit_code == 0, words_of(trained)

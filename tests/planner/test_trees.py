@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small import NAMES, random_features
 
 from loraplex.planner.rules import compiled_rules, rules_source, rules_text
-from loraplex.planner.small_trees import with_best_leaves
+from loraplex.planner.small_trees import pruned
 from loraplex.planner.trees import LEAF, LEAF_PER_RATE, Tree, collapsed, forest_of, mapped_leaves, tree_of
 
 ROWS = random_features(np.random.default_rng(0), 200)
@@ -90,11 +90,31 @@ def test_rules_are_read_without_repetition() -> None:
 def test_leaves_are_per_rate_where_what_is_offered_is_served() -> None:
     features = ROWS.astype(np.float64)
     served = np.where(features[:, 1] <= 200, 12 * features[:, 1], 1700.0)
-    tree = with_best_leaves(Tree(1, 200.0, Tree(LEAF, 0.0), Tree(LEAF, 0.0)), features, served)
+    leaf = Tree(LEAF, 0.0)
+    tree = pruned(Tree(1, 200.0, leaf, leaf), features, served, 2)
     assert tree.left is not None
     assert tree.right is not None
     assert (tree.left.feature, tree.left.number) == (LEAF_PER_RATE, pytest.approx(12.0))
     assert (tree.right.feature, tree.right.number) == (LEAF, 1700.0)
+
+
+def test_rules_that_say_the_same_are_merged_and_then_those_that_add_least_error() -> None:
+    features = ROWS.astype(np.float64)
+    served = np.where(features[:, 1] <= 200, 12 * features[:, 1], np.where(features[:, 6] <= 192, 90.0, 91.0))
+    leaf = Tree(LEAF, 0.0)
+    large = Tree(
+        1,
+        200.0,
+        Tree(1, 50.0, leaf, Tree(0, 9.0, leaf, leaf)),
+        Tree(6, 192.0, leaf, Tree(0, 9.0, leaf, leaf)),
+    )
+    found = pruned(large, features, served, 20)
+    assert found.num_leaves == 3
+    assert forest_of([found]).values(ROWS) == pytest.approx(served)
+    two = pruned(large, features, served, 2)
+    assert two.number == 200.0
+    assert two.num_leaves == 2
+    assert pruned(large, features, served, 1).left is None
 
 
 def test_only_leaves_are_mapped() -> None:

@@ -107,6 +107,18 @@ def test_first_tokens_are_scored_by_both_definitions(runs_file: Path, tmp_path: 
     assert scores.keys() == validation.MEASURES.keys() - {"ttft_all"}
 
 
+def test_requests_may_all_have_the_mean_lengths(runs_file: Path) -> None:
+    found = read_runs(runs_file)
+    runs = [(setup, found.measured[setup.key]) for setup in found.setups]
+    setup = found.setups[0]
+    drawn, _ = WorkloadBook(runs).requests(setup)
+    alike, _ = WorkloadBook(runs, mean_lengths=True).requests(setup)
+    assert len(set(drawn.prompt_tokens)) > 1
+    for name, mean in WorkloadBook(runs).lengths(setup)._asdict().items():
+        assert set(getattr(alike, f"{name}_tokens")) == {round(mean)}
+    assert len(alike.arrival_s) == len(drawn.arrival_s)
+
+
 def test_what_was_measured_is_kept_apart_from_what_was_asked(runs_file: Path) -> None:
     found = read_runs(runs_file)
     assert [setup.key for setup in found.setups] == [setup.key for setup in setups()]
