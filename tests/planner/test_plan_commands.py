@@ -119,14 +119,14 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
 def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
     dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
     trained = plan(
-        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "120"),
+        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "300"),
         *("--small", "--out", surrogate, "--rules", rules),
     )
     assert trained.exit_code == 0, words_of(trained)
     assert "runs that it was not trained on: throughput" in trained.output
     assert "->" in rules.read_text()
     out, adapters = tmp_path / "plan.json", table(tmp_path, 40, 0.05)
-    asked = ("make", "--adapters", adapters, "--out", out, "--surrogate", surrogate)
+    asked = ("make", "--adapters", adapters, "--out", out, "--surrogate", surrogate, "--packer", "least-rate")
     made = plan(*asked, "--profile", SLOTS, *LENGTHS)
     assert made.exit_code == 0, words_of(made)
     assert {each.name for each in demand_of(read_plan(out)).adapters} == {f"a{index}" for index in range(40)}

@@ -70,7 +70,7 @@ def test_gaps_between_tokens_have_the_pauses_in_them(batching: Batching) -> None
                 "--batching",
                 "later",
             ),
-            "'later' is not one of",
+            "there is no batching policy 'later'",
         ),
     ],
 )
