@@ -1,4 +1,5 @@
-"""The tables of `results/batching.json`: batching policies in the twin."""
+"""The tables of `results/batching.json` and `results/kv_swap.json`: batching policies and swapping, in the
+twin."""
 
 from __future__ import annotations
 
@@ -69,6 +70,27 @@ def hot_table(result: Result) -> str:
         for name, figures in policies.items()
     ]
     headings = ("traffic", "policy", "TTFT, mean, ms", "per token, ms", "E2E, mean, s", "E2E, p90, s")
+    return table(headings, lines)
+
+
+def kv_swap_table(result: Result) -> str:
+    """Return the goodput with and without swapping, where KV memory is for a third of what runs."""
+    lines = [
+        (
+            found["what"],
+            f"{found['kv_tokens']:,}",
+            *(f"{found['goodput_rps'][name]:.2f}" for name in ("recompute", "swap")),
+            f"{found['goodput_ratio']:.2f}x",
+        )
+        for found in result["sections"].values()
+    ]
+    headings = (
+        "requests",
+        "KV memory, tokens",
+        "computed again, requests/s",
+        "or swapped, requests/s",
+        "gain",
+    )
     return table(headings, lines)
 
 

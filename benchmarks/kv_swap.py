@@ -249,10 +249,10 @@ def main() -> None:
             sections[load.name] = measure(profile, load)
             print(f"{load.name}: {sections[load.name]['goodput_rps']}", file=sys.stderr, flush=True)
     result = {
+        **environment(("loraplex", "numpy")),
+        "sources": fingerprints(FILE),
         "profile": PROFILE,
         "sections": sections,
-        "environment": environment(("loraplex", "numpy")),
-        "sources": fingerprints(FILE),
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -71,6 +71,7 @@ TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
 BATCHING, GPU_BATCHING = "batching.json", "gpu_batching.json"
+KV_SWAP: Final = "kv_swap.json"
 SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
 
@@ -137,6 +138,7 @@ TABLES: Final[dict[str, Table]] = {
     "batching-queue": Table((BATCHING,), batching_tables.queue_table, if_missing="Not measured yet.\n"),
     "batching-skew": Table((BATCHING,), batching_tables.skew_table, if_missing="Not measured yet.\n"),
     "batching-hot": Table((BATCHING,), batching_tables.hot_table, if_missing="Not measured yet.\n"),
+    "kv-swap": Table((KV_SWAP,), batching_tables.kv_swap_table, if_missing="Not measured yet.\n"),
     "gpu-batching-note": Table((GPU_BATCHING,), gpu_batching_tables.note),
     "gpu-merge": Table((GPU_BATCHING,), gpu_batching_tables.merge_table),
     "gpu-switch": Table((GPU_BATCHING,), gpu_batching_tables.switch_table),

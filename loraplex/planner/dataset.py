@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from loraplex import __version__
 from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
 from loraplex.perf.slot_profile import SlotProfile
@@ -185,7 +185,7 @@ def _header_of(simulated: Simulated, points: Sequence[GridPoint]) -> dict[str, A
     return {
         "version": VERSION,
         "kind": KIND,
-        "loraplex": __version__,
+        "loraplex": version("loraplex"),
         "trained_on": simulated.trained_on.as_json(),
         "seed": simulated.seed,
         "grid": hashlib.sha256(repr(points).encode()).hexdigest(),
