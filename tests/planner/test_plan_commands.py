@@ -35,7 +35,7 @@ def table(folder: Path, num_adapters: int, rate_rps: float, ranks: tuple[int, ..
     return path
 
 
-@pytest.mark.parametrize("packer", ["max-pack", "least-rate"])
+@pytest.mark.parametrize("packer", ["max-pack", pytest.param("least-rate", marks=pytest.mark.slow)])
 def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, packer: str) -> None:
     out, figures, picture = tmp_path / "plan.json", tmp_path / "figures.json", tmp_path / "plan.png"
     made = plan(
