@@ -3,7 +3,7 @@ twin."""
 
 from __future__ import annotations
 
-from benchmarks.markdown import Result, TableError, span, table
+from benchmarks.markdown import Result, TableError, span, table, when_and_what
 
 _BASE = "base model"
 _FCFS = "fcfs"
@@ -95,10 +95,8 @@ def kv_swap_table(result: Result) -> str:
 
 
 def note(result: Result) -> str:
-    sections = list(result.values())
-    dates = " to ".join(sorted({each["date"][:10] for each in sections}))
-    commits = ", ".join(dict.fromkeys(each["git_commit"] or "unknown" for each in sections))
-    first = sections[0]
+    dates, commits = when_and_what(result)
+    first = next(iter(result.values()))
     return (
         f"Computed {dates} by the twin with the profile {first['profile']}, {len(first['seeds'])} seeds for "
         f"each row (smallest and largest in brackets), Python {first['python']}, commit {commits}.\n"

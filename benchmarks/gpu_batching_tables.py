@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.markdown import Result, TableError, table
+from benchmarks.markdown import Result, TableError, table, when_and_what
 
 _MODULES = {"q,k,v": "q, k and v", "all": "all linears"}
 
@@ -100,10 +100,8 @@ def served_table(result: Result) -> str:
 
 
 def note(result: Result) -> str:
-    sections = list(result.values())
-    dates = " to ".join(sorted({each["date"][:10] for each in sections}))
-    commits = ", ".join(dict.fromkeys(each["git_commit"] or "unknown" for each in sections))
-    first = sections[0]
+    dates, commits = when_and_what(result)
+    first = next(iter(result.values()))
     return (
         f"{first['machine']['gpu']}, random weights of {first['shape']} in bfloat16, {dates}, torch "
         f"{first['packages']['torch']}, triton {first['packages']['triton']}, commits {commits}.\n"

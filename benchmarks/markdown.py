@@ -18,6 +18,13 @@ def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
 
 
+def when_and_what(result: Result) -> tuple[str, str]:
+    """Return the dates and the commits of a result's sections, in words."""
+    sections = list(result.values())
+    dates = " to ".join(sorted({each["date"][:10] for each in sections}))
+    return dates, ", ".join(dict.fromkeys(each["git_commit"] or "unknown" for each in sections))
+
+
 def span(values: Iterable[float], form: str) -> str:
     """Return the smallest and the largest of the values, or one figure if both read the same."""
     found = sorted(values)

@@ -5,6 +5,7 @@ Imports are deferred until a command runs, to keep `--help` fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,8 @@ app = App(help="How many GPUs, and which adapter where: made, checked and shown.
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _MOST_GPUS: Final = 10_000
+_TRAINED_BY: Final = ("loraplex", "numpy", "scikit-learn")
+"""Packages whose versions a surrogate records."""
 _STARVES: Final = 1
 """Exit status of a check that finds a GPU starving."""
 
@@ -46,7 +49,7 @@ def train(
     prompt_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every prompt.")],
     output_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every answer.")],
     rows: Annotated[
-        int, typer.Option(min=150, max=10_000_000, help="How many runs; those of the papers are 60,000.")
+        int, typer.Option(min=150, max=10_000_000, help="How many runs; the whole grid has 145,200 points.")
     ] = 2000,
     seconds: Annotated[float, typer.Option(min=60, help="Simulated seconds of each run.")] = 3600.0,
     small: Annotated[
@@ -65,8 +68,10 @@ def train(
     """
     if rules is not None and not small:
         raise typer.BadParameter("a forest has too many rules to read; give --small", param_hint="--rules")
+    _check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens, seconds=seconds)
     check_writable(out, "--out", inputs=(profile, dataset))
     check_writable(rules, "--rules", inputs=(profile, dataset, out))
+    from loraplex.bench.environment import environment
     from loraplex.perf.slot_profile import SlotProfile
     from loraplex.planner.dataset import Simulated, make_dataset, read_dataset
     from loraplex.planner.searches import Search
@@ -92,7 +97,7 @@ def train(
         train_one = train_small_tree if small else train_forest
         trained = train_one(read_dataset(dataset), search, progress=report)
     with files_saved(
-        (out, lambda path: write_surrogate(path, trained)),
+        (out, lambda path: write_surrogate(path, trained, environment(_TRAINED_BY))),
         (rules, lambda path: write_whole(path, _rules_of(trained))),
     ):
         _show_accuracy(trained)
@@ -192,6 +197,7 @@ def check(
     """Simulate a plan on traffic that it was not made with. The exit status is 1 if a GPU starves: serves
     less than 0.9 of the tokens that are offered."""
     check_writable(json_out, inputs=(plan,))
+    _check_finite(seconds=seconds)
     from loraplex.planner.plan_file import read_plan
 
     read = read_plan(plan)
@@ -219,11 +225,21 @@ def _judge_of(path: Path, profile: Profile, demand: Demand) -> SurrogateJudge:
     )
 
 
+def _check_finite(**options: float | None) -> None:
+    """Raise a usage error for a number that is none, or has no end."""
+    for name, value in options.items():
+        if value is not None and not math.isfinite(value):
+            raise typer.BadParameter(
+                f"{value} is not a finite number", param_hint=f"--{name.replace('_', '-')}"
+            )
+
+
 def _demand(
     workload: Path | None, adapters: Path | None, prompt_tokens: float | None, output_tokens: float | None
 ) -> Demand:
     from loraplex.planner.adapter_table import read_table, read_workload_demand
 
+    _check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     if (workload is None) == (adapters is None):
         raise UserError("say what is to be served: give --workload FILE or --adapters FILE, one of them")
     if workload is not None:

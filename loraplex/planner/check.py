@@ -12,7 +12,7 @@ from typing import Final
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of
-from loraplex.planner.trial import GpuFigures, run_gpu
+from loraplex.planner.trial import GpuFigures, check_lengths, run_gpu
 from loraplex.twin.worker_pool import worker_pool
 
 SEEDS: Final = (1, 2, 3, 4, 5)
@@ -74,6 +74,7 @@ def check_plan(
 ) -> PlanCheck:
     """Simulate every GPU with every seed, on all cores. `report`: gets the share that is done."""
     demand = demand_of(plan)
+    check_lengths(profile, demand)
     tasks = [(number, seed) for number, gpu in enumerate(plan.gpus) if gpu.adapters for seed in seeds]
     found: dict[tuple[int, int], GpuFigures] = {}
     with worker_pool(len(tasks)) as pool:

@@ -18,7 +18,7 @@ from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.packing.packer import Packer
 from loraplex.planner.packing.random_packing import RandomPacking
 from loraplex.planner.plan import Plan
-from loraplex.planner.trial import TwinJudge, most_of_base_model
+from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
 PACKERS: Final = {
     "max-pack": "fills one GPU after the other, as far as it serves what is asked of it",
@@ -68,6 +68,7 @@ def make_plan(
 
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
+    check_lengths(profile, demand)
     chosen = _packer_of(packer, profile, demand, CountingJudge(judge or TwinJudge(profile, demand), report))
     if num_gpus is None:
         gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))

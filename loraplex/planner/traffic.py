@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.planner.demand import AdapterDemand, Demand
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.workload.jsonl import WorkloadRequest
 
 _SPREAD: Final = 0.8
@@ -18,6 +18,8 @@ _SPREAD: Final = 0.8
 _MIN_TOKENS: Final = 4
 _MAX_TIMES_MEAN: Final = 4
 """Drawn lengths are cut at this many times their mean."""
+_MOST_REQUESTS: Final = 5_000_000
+"""Requests of one run above which drawing and simulating them would exhaust a machine's memory."""
 
 
 class LengthsOf(StrEnum):
@@ -33,7 +35,15 @@ def draw_requests(
     demand: Demand, adapters: Sequence[AdapterDemand], *, duration_s: float, seed: int, lengths: LengthsOf
 ) -> list[WorkloadRequest]:
     """Return Poisson arrivals for these adapters, which are numbered in this order. An adapter has the same
-    requests whatever other adapters there are, so that plans are compared on the same traffic."""
+    requests whatever other adapters there are, so that plans are compared on the same traffic. Raises
+    PlanError if they are too many to simulate."""
+    if sum(each.rate_rps for each in adapters) * duration_s > _MOST_REQUESTS:
+        busiest = max(adapters, key=lambda each: each.rate_rps)
+        raise PlanError(
+            f"more than {_MOST_REQUESTS:,} requests within {duration_s:g} simulated seconds cannot be "
+            f"simulated; lower the rates, the highest of which is {busiest.rate_rps:g} requests/s (adapter "
+            f"{busiest.name!r}), or give fewer --seconds to `plan check`"
+        )
     found: list[WorkloadRequest] = []
     for number, adapter in enumerate(adapters):
         rng = np.random.default_rng([seed, zlib.crc32(adapter.name.encode())])
@@ -50,6 +60,11 @@ def draw_requests(
         ]
     found.sort(key=lambda each: each.arrival_s)
     return found
+
+
+def longest_request(demand: Demand) -> tuple[int, int]:
+    """Return the most tokens that a prompt and an answer may have."""
+    return round(_MAX_TIMES_MEAN * demand.prompt_tokens), round(_MAX_TIMES_MEAN * demand.output_tokens)
 
 
 def _lengths(rng: np.random.Generator, mean: float, count: int, lengths: LengthsOf) -> npt.NDArray[np.int64]:

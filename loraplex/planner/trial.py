@@ -9,16 +9,19 @@ from typing import Final
 from loraplex.core.errors import CapacityError
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
-from loraplex.planner.demand import AdapterDemand, Demand
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Verdict
 from loraplex.planner.plan import GpuPlan
-from loraplex.planner.traffic import LengthsOf, draw_requests
+from loraplex.planner.traffic import LengthsOf, draw_requests, longest_request
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.workload.jsonl import WorkloadRequest
 
 _JUDGED_REQUESTS: Final = 3000
+_MOST_JUDGED: Final = 50_000
 _JUDGED_S: Final = (60.0, 3600.0)
-"""A packer's choices are judged by about so many requests, and by simulations of so many seconds."""
+"""A packer's choices are judged by about so many requests, and by simulations of so many seconds: of fewer,
+if there would be `_MOST_JUDGED` requests, which no GPU serves in time."""
 _OVERLOAD_S: Final = 60.0
 _OVERLOAD_RPS: Final = 500.0
 
@@ -39,6 +42,20 @@ class GpuFigures:
     @property
     def is_starved(self) -> bool:
         return not self.fits or self.served_tok_s < STARVED_BELOW * self.offered_tok_s
+
+
+def check_lengths(profile: Profile, demand: Demand) -> None:
+    """Raise PlanError if a GPU has no memory for the longest requests even without adapters."""
+    prompt, output = longest_request(demand)
+    request = WorkloadRequest(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output, adapter=0)
+    try:
+        replay(profile, [request], ReplayOptions(num_adapters=0))
+    except CapacityError as error:
+        raise PlanError(
+            f"requests are too long for a GPU of this profile: with {demand.prompt_tokens:g} prompt and "
+            f"{demand.output_tokens:g} answer tokens on average, single ones have up to {prompt + output:,} "
+            f"({error}); plan for shorter ones"
+        ) from None
 
 
 def run_gpu(
@@ -104,7 +121,9 @@ class TwinJudge:
         if key not in self._known:
             rate_rps = sum(each.rate_rps for each in adapters)
             least_s, most_s = _JUDGED_S
-            duration_s = min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s) if rate_rps else least_s
+            duration_s = least_s
+            if rate_rps > 0:
+                duration_s = min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s, _MOST_JUDGED / rate_rps)
             gpu = GpuPlan(adapters=tuple(adapters), num_slots=num_slots)
             found = run_gpu(self._profile, self._demand, gpu, duration_s=duration_s, seed=self._seed)
             self._known[key] = Verdict(found.served_tok_s, found.is_starved)

@@ -25,7 +25,7 @@ def plan(*args: object) -> Result:
 
 
 def words_of(result: Result) -> str:
-    return " ".join((result.output + str(result.exception or "")).split())
+    return " ".join((result.output.replace("│", " ") + str(result.exception or "")).split())
 
 
 def table(folder: Path, num_adapters: int, rate_rps: float, ranks: tuple[int, ...] = (8, 32)) -> Path:
@@ -73,6 +73,18 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     assert "starving" in checked.output or "leave no memory" in checked.output
 
 
+def test_a_check_of_endless_seconds_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    adapters = table(tmp_path, 4, 0.1)
+    made = plan(
+        "make", "--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "random", "--out", out
+    )
+    assert made.exit_code == 0, made.output
+    refused = plan("check", out, "--seconds", "inf")
+    assert refused.exit_code == 2
+    assert "inf is not a finite number" in words_of(refused)
+
+
 def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
     workload, out = tmp_path / "w.jsonl", tmp_path / "plan.json"
     requests = [
@@ -99,6 +111,13 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         (("--adapters", "TABLE", *LENGTHS, "--gpus", "0"), "Invalid value for '--gpus'"),
         (("--adapters", "TABLE", *LENGTHS, "--packer", "max-pak"), "max-pack"),
         (("--adapters", "BUSY", *LENGTHS), "starves a GPU alone"),
+        (("--adapters", "FLOOD", *LENGTHS), "adapter 'a1' starves a GPU alone: its 5e+06 requests/s"),
+        (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "cannot be simulated"),
+        (
+            ("--adapters", "TABLE", "--prompt-tokens", "inf", "--output-tokens", "5"),
+            "inf is not a finite number",
+        ),
+        (("--adapters", "TABLE", "--prompt-tokens", "1e5", "--output-tokens", "5"), "requests are too long"),
         (("--adapters", "MANY", *LENGTHS, "--gpus", "1"), "GPUs would do"),
     ],
 )
@@ -108,7 +127,12 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
         folder.mkdir()
         return str(table(folder, num_adapters, rate_rps))
 
-    files = {"TABLE": of("some", 2, 0.1), "BUSY": of("busy", 2, 500.0), "MANY": of("many", 150, 0.4)}
+    files = {
+        "TABLE": of("some", 2, 0.1),
+        "BUSY": of("busy", 2, 500.0),
+        "FLOOD": of("flood", 2, 5e6),
+        "MANY": of("many", 150, 0.4),
+    }
     given = [files.get(arg, arg) for arg in args]
     refused = plan("make", "--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
     assert refused.exit_code != 0
