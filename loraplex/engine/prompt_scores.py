@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from loraplex.core.request import TokenLogprob
-from loraplex.engine.sampler import SamplingState, token_logprobs
+from loraplex.engine.sampler import HostCopies, SamplingState, token_logprobs
 from loraplex.model.decoder import Decoder
 from loraplex.scheduling.plan import Chunk
 
@@ -22,9 +22,14 @@ def wants_prompt_scores(state: SamplingState, chunk: Chunk) -> bool:
 
 
 def score_prompt(
-    decoder: Decoder, state: SamplingState, chunk: Chunk, states_CH: torch.Tensor
+    decoder: Decoder,
+    state: SamplingState,
+    chunk: Chunk,
+    states_CH: torch.Tensor,
+    copies: HostCopies | None = None,
 ) -> list[TokenLogprob]:
-    """Return the scores of the prompt tokens that follow those of the chunk; `states_CH` are the chunk's."""
+    """Return the scores of the prompt tokens that follow those of the chunk; `states_CH` are the chunk's.
+    `copies`: see `token_logprobs`."""
     num_top = state.params.prompt_logprobs
     assert num_top is not None
     targets = state.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
@@ -32,5 +37,5 @@ def score_prompt(
     for first in range(0, len(targets), _ROWS_AT_ONCE):
         part = targets[first : first + _ROWS_AT_ONCE]
         logits_CV = decoder.logits(states_CH[first : first + len(part)])
-        scored += token_logprobs(logits_CV, part, num_top)
+        scored += token_logprobs(logits_CV, part, num_top, copies)
     return scored

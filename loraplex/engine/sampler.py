@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -71,6 +72,18 @@ class SamplingState:
             self.output_counts[token_id] += 1
 
 
+class HostCopies(Protocol):
+    """Copies between the host and the device that the logits are on."""
+
+    def integers(self, values: Sequence[int]) -> torch.Tensor:
+        """Return integers on the device."""
+        ...
+
+    def to_host_now(self, source: torch.Tensor) -> torch.Tensor:
+        """Wait until the numbers are computed, and return them on the host."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A chosen token; None if the logits were not finite."""
@@ -97,17 +110,25 @@ def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sam
     return samples
 
 
-def token_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Return one token's log-probability for each row, with the `num_top` likeliest tokens."""
-    # All rows at once: on a GPU, each value that is fetched by itself costs a synchronisation.
+def token_logprobs(
+    logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int, copies: HostCopies | None = None
+) -> list[TokenLogprob]:
+    """Return one token's log-probability for each row, with the `num_top` likeliest tokens. `copies`: how
+    numbers reach another device and come back."""
+    ids_L = torch.tensor(token_ids) if copies is None else copies.integers(token_ids)
     logprobs_LV = torch.log_softmax(logits_LV.float(), dim=-1)
-    ids_L = torch.tensor(token_ids, device=logits_LV.device)
-    values = logprobs_LV.gather(1, ids_L[:, None])[:, 0].tolist()
-    top_values, top_ids = (found.tolist() for found in logprobs_LV.topk(min(num_top, logprobs_LV.shape[1])))
-    return [
-        TokenLogprob(token_id=token_id, logprob=value, top=tuple(zip(ids, likeliest, strict=True)))
-        for token_id, value, ids, likeliest in zip(token_ids, values, top_ids, top_values, strict=True)
-    ]
+    values_LK, ids_LK = logprobs_LV.topk(min(num_top, logprobs_LV.shape[1]))
+    # In one copy: on a GPU, each value that is fetched by itself costs a synchronisation. Float64 holds ids.
+    parts = (logprobs_LV.gather(1, ids_L[:, None]), values_LK, ids_LK)
+    found = torch.cat([part.double() for part in parts], dim=1)
+    rows = (found if copies is None else copies.to_host_now(found)).tolist()
+    scored = []
+    for token_id, (value, *top) in zip(token_ids, rows, strict=True):
+        values, ids = top[: len(top) // 2], map(int, top[len(top) // 2 :])
+        scored.append(
+            TokenLogprob(token_id=token_id, logprob=value, top=tuple(zip(ids, values, strict=True)))
+        )
+    return scored
 
 
 def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:

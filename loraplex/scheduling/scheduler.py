@@ -260,6 +260,7 @@ class Scheduler:
         """Choose the requests that the step may run, and return the running ones among them."""
         if not self.batcher.pauses:
             return list(self._running)
+        self.batcher.begin()
         if self._is_stuck:  # nothing that the policy chose could run: let all go on for a step
             active = self.batcher.choose_all(self._running)
         else:

@@ -285,6 +285,7 @@ class CudaExecutor:
                 states[chunk.request_id],
                 chunk,
                 output.states_LH[built.rows_of[chunk.request_id]],
+                self._small_copies,
             )
             for chunk in plan.chunks
             if chunk.request_id in scored and output.states_LH is not None

@@ -19,7 +19,7 @@ from loraplex.kernels.triton.triton_kernels import StepSegments
 
 _ROWS_TO_SHARE, _ROWS_OVER_RANK = 1.5, 80
 """It pays to read an adapter's weights once for several rows if it has so many rows on average, and the
-second over the rank more: the smaller its weights, the less there is to read."""
+second over the rows' mean rank more: the smaller the weights, the less there is to read."""
 
 Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """First row and number of rows of each tile; the address of its adapter's table."""
@@ -110,9 +110,7 @@ def split_segments(batch: KernelBatch, *, may_share: bool = True, num_rows: int 
     decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
     lengths = segments.spans_N2[decodes, 1]
     # Only without prompts: with them, sharing is not worth a graph of its own.
-    least = _ROWS_TO_SHARE + _ROWS_OVER_RANK / segments.max_rank
-    pays = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= least)
-    shares = may_share and pays
+    shares = may_share and bool(decodes.all()) and _sharing_pays(lengths, segments.ranks_N)
     decode_launch = _decode_launch(shares, len(lengths), num_rows)
     span_launch = BlocksLaunch.for_prompts(num_rows)
     return StepLora(
@@ -134,6 +132,16 @@ def no_tiles(groups: frozenset[str], *, shares: bool, num_rows: int) -> StepLora
         shares=shares,
         span_launch=BlocksLaunch.for_prompts(num_rows),
     )
+
+
+def _sharing_pays(lengths_N: npt.NDArray[np.int64], ranks_N: npt.NDArray[np.int64]) -> bool:
+    """Return whether rows on one adapter should share reads of its weights. `lengths_N`: the rows of each
+    adapter; `ranks_N`: its largest rank."""
+    num_rows = int(lengths_N.sum())
+    if num_rows == 0:
+        return False
+    mean_rank = float(lengths_N @ ranks_N) / num_rows
+    return bool(lengths_N.mean() >= _ROWS_TO_SHARE + _ROWS_OVER_RANK / max(mean_rank, 1.0))
 
 
 def _decode_launch(shares: bool, num_tiles: int, num_rows: int) -> RowsLaunch | BlocksLaunch:

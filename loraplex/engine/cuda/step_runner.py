@@ -352,9 +352,9 @@ def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
     yield "logits", sizes.logits
     yield "decodes", sizes.decodes, sizes.spans > 0
     for group in key.groups:
-        yield group, sizes.decode_tiles > FEW_SEGMENTS, sizes.span_tiles > 0
-        if key.shares:
-            yield group, BlocksLaunch.for_decode(sizes.decodes)
+        if sizes.decode_tiles > 0:
+            is_large = sizes.decode_tiles > FEW_SEGMENTS
+            yield group, BlocksLaunch.for_decode(sizes.decodes) if key.shares else is_large
         if sizes.span_tiles > 0:
             yield group, BlocksLaunch.for_prompts(sizes.rows)
         if sizes.assists > 0:

@@ -36,14 +36,14 @@ def multiprocessors(device: torch.device) -> int:
 class StepSegments:
     """A step's segments on the host. On the device, `KernelBatch.lora` is a tuple of `LoraStep`.
 
-    spans_N2: first row and number of rows; tables_N: address of the adapter's table; groups: the groups of
-    linears that any of the adapters touches; max_rank: the largest rank of any of their modules.
+    spans_N2: first row and number of rows; tables_N: address of the adapter's table; ranks_N: the largest
+    rank of its modules; groups: the groups of linears that any of the adapters touches.
     """
 
     spans_N2: npt.NDArray[np.int64]
     tables_N: npt.NDArray[np.int64]
+    ranks_N: npt.NDArray[np.int64]
     groups: frozenset[str]
-    max_rank: int
 
 
 class TritonKernels(TorchKernels):
@@ -171,6 +171,6 @@ class TritonKernels(TorchKernels):
         return StepSegments(
             spans_N2=np.array([(s.start, s.end - s.start) for s in segments], dtype=np.int64),
             tables_N=np.array([s.weights.table_address(batch_rank) for s in segments], dtype=np.int64),
+            ranks_N=np.array([s.weights.max_rank for s in segments], dtype=np.int64),
             groups=frozenset().union(*(s.weights.touched for s in segments)),
-            max_rank=batch_rank,
         )

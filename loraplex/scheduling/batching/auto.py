@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.core.batching import DelayBound
+from loraplex.scheduling.batching.pause_budget import PauseBudget
 from loraplex.scheduling.batching.policy import ALL, StepBatch, View, count_by_adapter, merged_batch
 from loraplex.scheduling.request_state import RequestState
 
@@ -15,13 +16,15 @@ class AutoBatching:
     Merging costs time before it gains any, and how long it would go on gaining is not known. So the engine
     merges once unmerged steps have lost as much as merging costs: then it never takes more than twice the
     time of the better choice. Requests on other adapters pause meanwhile, if they are only decoding, and none
-    of them for longer than the bound allows.
+    of them for longer than the bound allows; nor do requests wait longer for their places (`PauseBudget`).
     """
 
     displaces = False
 
     def __init__(self, bound: DelayBound) -> None:
         self._bound = bound
+        self._budget = PauseBudget(bound)
+        self._now_s = 0.0
         self._candidate: str | None = None
         self._lost_s = 0.0  # by unmerged steps, while `_candidate` could have been merged
         self._loses_s = 0.0  # by the step chosen last, if it runs unmerged
@@ -29,7 +32,9 @@ class AutoBatching:
         self._paused: list[RequestState] = []
 
     def choose(self, view: View) -> StepBatch:
-        self._loses_s, self._paused = 0.0, []
+        self._loses_s, self._paused, self._now_s = 0.0, [], view.now_s
+        if not view.any_waits:
+            self._budget.clear()
         # Only requests that would run anyway: nobody takes the place of a request that pauses.
         fcfs = view.fcfs
         counts = count_by_adapter(fcfs).most_common()
@@ -58,6 +63,8 @@ class AutoBatching:
             return
         for each in self._paused:
             each.delayed_s += self._waits_s
+        if self._paused:
+            self._budget.spend(self._waits_s, self._now_s)
 
     def forget(self, version: str) -> None:
         if self._candidate == version:
@@ -65,7 +72,7 @@ class AutoBatching:
 
     def _may_pause(self, requests: Sequence[RequestState], seconds: float, now_s: float) -> bool:
         """Return whether these requests may wait for a step. Prompts may not: first tokens are waited for."""
-        return all(
+        return (not requests or self._budget.allows(seconds, now_s)) and all(
             each.num_remaining == 1
             and each.delayed_s + seconds <= self._bound.allowed_s(now_s - each.arrived_s)
             for each in requests

@@ -61,6 +61,10 @@ class Batcher:
             return GroupedQueue(self._config.max_delay, self._memory.table.num_bytes)
         return WaitingQueue()
 
+    def begin(self) -> None:
+        """Begin to decide a step: what the last one ran on decides nothing."""
+        self.batch = ALL
+
     def choose(
         self,
         running: Sequence[RequestState],
@@ -74,7 +78,7 @@ class Batcher:
         requests = [*running, *ready]
         if self.displaces:
             requests.sort(key=_arrival)
-        batch = self._policy.choose(self._view(requests, known))
+        batch = self._policy.choose(self._view(requests, known, any_waits=len(known) > len(running)))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL
         self._is_chosen = True
@@ -149,9 +153,10 @@ class Batcher:
             "owed_credit_s": sum(balance for balance in balances.values() if balance > 0),
         }
 
-    def _view(self, requests: Sequence[RequestState], known: RequestTable) -> View:
+    def _view(self, requests: Sequence[RequestState], known: RequestTable, *, any_waits: bool) -> View:
         return View(
             requests=requests,
+            any_waits=any_waits,
             max_running=self._config.max_running,
             on_version=known.on_version,
             num_on_version=known.num_on_version,

@@ -57,10 +57,11 @@ class View(NamedTuple):
     weights are held. `can_merge`: whether a version's merged weights could be held from this step on.
     `merge_s`: predicted seconds of writing them, 0 if they are held. `iteration_s`: predicted seconds of a
     step in which these requests decode, on merged weights or not. `now_s`: sum of the predicted seconds of
-    all steps so far.
+    all steps so far. `any_waits`: whether any request in the engine does not run yet.
     """
 
     requests: Sequence[RequestState]
+    any_waits: bool
     on_version: Callable[[str], Sequence[RequestState]]
     num_on_version: Callable[[str], int]
     max_running: int

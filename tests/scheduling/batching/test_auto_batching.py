@@ -80,3 +80,15 @@ def test_nobody_is_charged_for_a_merged_step_that_did_not_run() -> None:
     assert made[-1].delayed_s == MERGED_S
     auto.choose(seen)  # all is in flight: there was no step
     assert made[-1].delayed_s == MERGED_S
+
+
+def test_pauses_end_when_they_would_delay_those_that_wait() -> None:
+    bound = DelayBound(share=0.0, seconds=2.5 * MERGED_S / 0.4)
+    policy = AutoBatching(bound)
+    made = requests("aaab")
+    merged = [
+        step(policy, view(made, merged="a", now_s=10.0 + number * MERGED_S, any_waits=True)).merged
+        for number in range(4)
+    ]
+    assert merged == ["a", "a", None, None]
+    assert step(policy, view(made, merged="a", now_s=11.0)).merged == "a"

@@ -39,6 +39,7 @@ def view(
     merged: str | None = None,
     mergeable: str = "abcdefgh",
     now_s: float = 0.0,
+    any_waits: bool = False,
 ) -> View:
     """Return a view of these requests. A step takes longer with each adapter in it, and a merged one as long
     as one of the base model."""
@@ -49,6 +50,7 @@ def view(
 
     return View(
         requests=made,
+        any_waits=any_waits,
         on_version=lambda version: [each for each in made if each.adapter == version],
         num_on_version=lambda version: sum(each.adapter == version for each in made),
         max_running=max_running,
