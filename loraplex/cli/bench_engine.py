@@ -15,8 +15,10 @@ import typer
 
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay, parse_delay
 from loraplex.cli.flags import App
+from loraplex.cli.fleet_show import batching_in_words
 from loraplex.cli.json_out import check_writable, write_json
 from loraplex.core.batching import Batching
+from loraplex.core.modules import MAX_RANK
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 app = App(help="Measure the engine in-process, with random weights.", no_args_is_help=True)
 
-_MAX_RANK: Final = 512
 _SERVED_ADAPTERS: Final = 200
 _SERVED_RANK: Final = 64
 """Rank of every adapter if the workload has no header."""
@@ -55,7 +56,7 @@ Threads = Annotated[
 ]
 _Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 _Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one each.")]
-Rank = Annotated[int, typer.Option(min=1, max=_MAX_RANK, help="Rank of every adapter.")]
+Rank = Annotated[int, typer.Option(min=1, max=MAX_RANK, help="Rank of every adapter.")]
 _Ranks = Annotated[str, typer.Option(help="Ranks in turn, e.g. 8,16,32,64; instead of --rank.")]
 Modules = Annotated[str, typer.Option(help="Targeted linears: q,k,v or all.")]
 _Padded = Annotated[
@@ -169,7 +170,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            max=_MAX_RANK,
+            max=MAX_RANK,
             help="Rank of every adapter. Default: the ranks of the workload's header, or "
             f"{_SERVED_RANK} without a header.",
         ),
@@ -229,9 +230,9 @@ def _served_adapters(file: WorkloadFile, num_adapters: int | None, rank: int | N
     if num_adapters is None:
         num_adapters = _SERVED_ADAPTERS if header is None else header.num_adapters
     if rank is None and not ranks.strip() and header is not None:
-        if max(header.ranks) > _MAX_RANK:
+        if max(header.ranks) > MAX_RANK:
             raise typer.BadParameter(
-                f"{file.path.name} has adapters of rank {max(header.ranks)}, and ranks go up to {_MAX_RANK}; "
+                f"{file.path.name} has adapters of rank {max(header.ranks)}, and ranks go up to {MAX_RANK}; "
                 "give --rank or --ranks",
                 param_hint="--workload",
             )
@@ -394,8 +395,8 @@ def _rank_list(text: str) -> list[int]:
         ranks = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint="--ranks") from None
-    if any(not 1 <= rank <= _MAX_RANK for rank in ranks):
-        raise typer.BadParameter(f"ranks go from 1 to {_MAX_RANK}", param_hint="--ranks")
+    if any(not 1 <= rank <= MAX_RANK for rank in ranks):
+        raise typer.BadParameter(f"ranks go from 1 to {MAX_RANK}", param_hint="--ranks")
     return ranks
 
 
@@ -414,20 +415,18 @@ def _publish(bench: Bench, json_out: Path | None, **found: Distribution | None) 
 
 def _show_batching(bench: Bench) -> dict[str, int]:
     """Print what a batching policy that merges decided, and return it; nothing for the others."""
-    stats = bench.engine.stats()
     if not Batching(bench.parameters.get("batching", Batching.FCFS)).merges:
         return {}
-    merges, merged, pauses = stats.num_merges, stats.num_merged_steps, stats.num_pauses
-    typer.echo(
-        f"{merges:,} {plural('merge', merges)}, {merged / max(stats.num_steps, 1):.0%} of steps merged, "
-        f"{pauses:,} {plural('pause', pauses)}"
-    )
-    return {
+    stats = bench.engine.stats()
+    counts = {
         "num_steps": stats.num_steps,
-        "num_merges": merges,
-        "num_merged_steps": merged,
-        "num_pauses": pauses,
+        "num_merges": stats.num_merges,
+        "num_merged_steps": stats.num_merged_steps,
+        "num_pauses": stats.num_pauses,
     }
+    adapters_per_step = stats.num_step_adapters / max(stats.num_steps, 1)
+    typer.echo(batching_in_words(counts | {"adapters_per_step": adapters_per_step}))
+    return counts
 
 
 def write(bench: Bench, json_out: Path | None, results: dict[str, Any]) -> None:

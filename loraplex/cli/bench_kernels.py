@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli.json_out import check_writable, write_json
+from loraplex.core.modules import MAX_RANK
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MAX_RANK: Final = 512
 _MAX_ADAPTERS: Final = 256
 """Upper bound of adapters, one row each: the most rows of a decode step."""
 
@@ -40,7 +40,7 @@ def kernels(
     from loraplex.model.shapes import config_of_shape
 
     counts = _numbers(num_adapters, "--num-adapters", _MAX_ADAPTERS)
-    wanted = _numbers(ranks, "--ranks", _MAX_RANK)
+    wanted = _numbers(ranks, "--ranks", MAX_RANK)
     config_of_shape(shape)
     check_writable(json_out)
     if not torch.cuda.is_available():

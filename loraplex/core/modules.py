@@ -31,6 +31,9 @@ PARENT_OF: Final = {
     "down_proj": "mlp",
 }
 
+MAX_RANK: Final = 512
+"""The largest rank of one module that the kernels of a GPU take."""
+
 
 def module_path(layer: int, module: str) -> str:
     """Return the Hugging Face name of a linear: `model.layers.3.self_attn.q_proj`."""

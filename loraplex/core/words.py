@@ -23,6 +23,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return a message that there is no such name, with similar names, or all known ones if none is
     similar."""
     names = list(known)
-    near = difflib.get_close_matches(name, names)
+    near = difflib.get_close_matches(name.lower(), names)
     advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
     return f"there is no {kind} {name!r}; {advice}"

@@ -8,7 +8,7 @@ gains, and is no bound on what any policy can reach.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -122,14 +122,14 @@ class Policy:
                     f"{self.routing!r} is a placement, and a routing is wanted here; write it behind one, "
                     f"as in {AUTO}+{self.routing}, or give it with --placement"
                 )
-            raise UserError(_unknown("routing", self.routing, ROUTINGS))
+            raise UserError(unknown_name("routing", self.routing, ROUTINGS))
         if self.placement not in PLACEMENTS:
             if self.placement in ROUTINGS:
                 raise UserError(
                     f"{self.placement!r} is a routing, and a placement is wanted here; write it first, as in "
                     f"{self.placement}+{EVERYWHERE}, or give it with --routing"
                 )
-            raise UserError(_unknown("placement", self.placement, PLACEMENTS))
+            raise UserError(unknown_name("placement", self.placement, PLACEMENTS))
 
     @classmethod
     def of(cls, routing: str, placement: str | None = None, *, migrates: bool = False) -> Policy:
@@ -171,8 +171,3 @@ class Policy:
 
 def _is_near_migrate(name: str) -> bool:
     return difflib.get_close_matches(name.lower(), (*PLACEMENTS, MIGRATE), 1) == [MIGRATE]
-
-
-def _unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """Return the message for an unknown name; matching ignores case."""
-    return unknown_name(kind, name.lower(), known).replace(repr(name.lower()), repr(name), 1)

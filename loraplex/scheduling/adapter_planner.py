@@ -174,7 +174,7 @@ class AdapterPlanner:
         )
         if not self.pins.starts.decides:
             return self.pins.starts.streams
-        used, num_bytes = {chunk.adapter for chunk in chunks}, self._bytes_of
+        used, num_bytes = {chunk.adapter for chunk in chunks}, self._table.known_bytes
         return self.pins.starts.may_join(
             before=step_features(chunks, num_bytes),
             after=step_features([*chunks, own], num_bytes),
@@ -182,10 +182,6 @@ class AdapterPlanner:
             in_flight_after=self.pins.in_flight_for(used | {sequence.adapter}),
             steps_before=[step_features(step, num_bytes) for step in self._under_way],
         )
-
-    def _bytes_of(self, version: str) -> int:
-        """Return a version's bytes, or 0: it may be forgotten before a step that used it has landed."""
-        return self._table.num_bytes(version) if self._table.knows(version) else 0
 
     def step_decided(self, chunks: Sequence[Chunk]) -> None:
         self._under_way.append(chunks)

@@ -25,7 +25,7 @@ from loraplex.scheduling.swapping import Swapping
 
 
 class RequestQueues:
-    """The requests of one scheduler. `table`: all of them. `running`: in order of admission. `paused`: the
+    """Holds the requests of one scheduler. `table`: all. `running`: in order of admission. `paused`: the
     running requests that the step being decided leaves out. `slots`: adapters of the running ones.
     `failures`: requests that ended with an error since they were last taken. `is_settled`: the last step only
     decoded, and no waiting request can be admitted; unset by every event that may change that."""

@@ -244,7 +244,7 @@ def test_adapters_of_the_hub_are_named_after_their_repository(
     [
         (
             {"batching": "autp"},
-            "there is no batching policy 'autp'; did you mean auto. There are fcfs, merged",
+            "there is no batching policy 'autp'; did you mean auto.",
         ),
         ({"batching": "?"}, "there is no batching policy '.'; there are fcfs, merged"),
         ({"cold_start": "overlapp"}, "there is no cold start policy 'overlapp'; did you mean overlap"),

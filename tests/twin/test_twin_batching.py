@@ -61,7 +61,7 @@ def test_a_policy_has_the_figures_of_a_run_with_it(workload: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--policies", "fcfs,autp"), "no batching policy 'autp'; did you mean auto? There are fcfs"),
+        (("--policies", "fcfs,autp"), "no batching policy 'autp'; did you mean auto?"),
         (("--policies", "fcfs,,auto"), "there is no batching policy ''; there are fcfs,"),
         (("--policies", "auto,auto"), "auto is named twice; leave one of them out"),
         (("--policies", "fcfs,merged", "--max-delay-by-grouping", "5%"), "the bound is for batching by"),
@@ -80,7 +80,7 @@ def test_policies_that_cannot_be_compared_are_refused(
     [
         ("fcfs,auto", "compare them on a workload with `loraplex twin batching --policies fcfs,auto`"),
         ("fcfs, auto", "`loraplex twin batching --policies fcfs,auto`"),
-        ("autp", "there is no batching policy 'autp'; did you mean auto? There are fcfs"),
+        ("autp", "there is no batching policy 'autp'; did you mean auto?"),
     ],
 )
 def test_a_run_takes_one_policy_and_names_what_compares_several(

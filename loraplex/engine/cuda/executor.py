@@ -1,8 +1,8 @@
 """The executor of one CUDA device.
 
 A launch lays the step out as one block of integers for the device to fetch, replays a graph (or runs the
-kernels), and returns; the sampled tokens stay on the device for the next step and come back to the host by an
-asynchronous copy.
+kernels), and returns; the sampled tokens stay on the device for the next step, and a kernel writes them to
+pinned memory of the host.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from loraplex.adapters.slab import touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
+from loraplex.core.modules import MAX_RANK
 from loraplex.core.request import EngineRequest
 from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
@@ -40,7 +41,6 @@ from loraplex.engine.executor import AdapterEvent, LoadOrder, SwapEvent
 from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
-from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
 from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.scheduling.plan import AdapterRead, BlockCopy, Move, StepPlan

@@ -10,7 +10,7 @@ from loraplex.engine.cuda.step_runner import RowSeats
 
 
 class Seats:
-    """Who has which of `num_seats` seats. A request gets one in its first step."""
+    """Assigns `num_seats` seats to requests. A request gets one in its first step."""
 
     def __init__(self, num_seats: int) -> None:
         self._seats: dict[str, int] = {}

@@ -19,7 +19,7 @@ from loraplex.engine.sampler import SamplingState, sample
 
 
 class TokenChoice:
-    """`states`: of all requests in the engine, by id."""
+    """Chooses tokens for one engine. `states`: the sampling state of every request in it, by id."""
 
     def __init__(self, last_tokens: torch.Tensor, seats: Seats, copies: SmallCopies) -> None:
         """`last_tokens`: by seat, the token that the next step follows."""

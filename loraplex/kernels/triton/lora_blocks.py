@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.core.modules import MAX_RANK
 from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.lora_entries import (
     COLUMNS,
@@ -31,7 +32,8 @@ from loraplex.kernels.triton.lora_entries import (
     weights_at,
 )
 
-MAX_RANK_BLOCKS: Final = 96
+LEAST_BLOCK_R: Final = 16
+MAX_RANK_BLOCKS: Final = 3 * MAX_RANK // LEAST_BLOCK_R
 """The most blocks of ranks of a tile: three modules of the largest rank, in the smallest blocks."""
 _RANK_BLOCKS = tl.constexpr(MAX_RANK_BLOCKS)
 _FEW_PROMPT_ROWS: Final = 512
@@ -68,7 +70,7 @@ class BlocksLaunch:
         return cls(
             block_m=16,
             tile_programs=16,
-            shrink_block_r=16,
+            shrink_block_r=LEAST_BLOCK_R,
             shrink_splits=8 if num_rows <= _FEW_DECODES else 4,
             shrink_warps=2,
             rank_programs=12,

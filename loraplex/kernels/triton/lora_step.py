@@ -1,6 +1,6 @@
 """The input of the LoRA kernels for one step, and the two launches for each group of linears.
 
-h       (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a step
+h       (splits, T, 3 * MAX_RANK) float32: shrunk inputs of three modules, shared by all layers
 counts  (tiles * MAX_RANK_BLOCKS)   int32: zeros between launches (`lora_blocks`)
 """
 
@@ -9,22 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import triton
 
-from loraplex.core.modules import GROUPS, MODULES
+from loraplex.core.modules import GROUPS, MAX_RANK, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.lora import TABLE_COLUMNS
 from loraplex.kernels.triton.lora_blocks import MAX_RANK_BLOCKS, BlocksLaunch, expand_blocks, shrink_blocks
 from loraplex.kernels.triton.lora_entries import first_row, gather_entries
 from loraplex.kernels.triton.lora_rows import RowsLaunch, expand_rows, shrink_rows
-
-MAX_RANK: Final = 512
-"""The largest rank of one module; h has room for three of them side by side."""
 
 Launch = RowsLaunch | BlocksLaunch
 

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from driving import run_to_end
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
+from loraplex.engine.assist.crew import Patience
 from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import cuts_of
@@ -132,6 +134,8 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> Submissions:
     monkeypatch.setattr(CpuAssist, "submit", noting)
     monkeypatch.setattr(HeldBus, "submissions", noted, raising=False)
     monkeypatch.setattr("loraplex.engine.cuda.adapter_store.Bus", HeldBus)
+    # On a busy machine a slice may take long; copies wait for workers, who must not be taken for hung.
+    monkeypatch.setattr("loraplex.engine.assist.pool.Patience", partial(Patience, slice_s=60.0))
     plan_layers(monkeypatch, 1)
     return noted
 

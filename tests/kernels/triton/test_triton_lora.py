@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
+from loraplex.core.modules import GROUPS, MAX_RANK, MODULE_INDEX, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.lora import (
     LoraGroup,
@@ -21,7 +21,7 @@ from loraplex.kernels.lora import (
 )
 from loraplex.kernels.triton.lora_blocks import MAX_RANK_BLOCKS, BlocksLaunch
 from loraplex.kernels.triton.lora_rows import RowsLaunch
-from loraplex.kernels.triton.lora_step import MAX_RANK, cut_tiles, new_step
+from loraplex.kernels.triton.lora_step import cut_tiles, new_step
 
 SHAPE = ModelShape(
     family="llama",
