@@ -75,7 +75,7 @@ class StepSizes:
     def covers(self, other: StepSizes) -> bool:
         """Return whether a step of the other sizes fits, with padding for the rest. A step without prompts
         never fits one with prompts, nor the reverse: they run different kernels. Its tiles of prompts fit if
-        its rows and spans do: they are cut as in the larger step."""
+        its rows, decodes and spans do: they are cut as in the larger step."""
         if (self.spans == 0) != (other.spans == 0):
             return False
         compared = (name for name in self.__slots__ if name != "span_tiles")

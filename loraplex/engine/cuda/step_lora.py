@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from loraplex.kernels.triton.triton_kernels import StepSegments
 _ROWS_TO_SHARE, _ROWS_OVER_RANK = 1.5, 80
 """It pays to read an adapter's weights once for several rows if it has so many rows on average, and the
 second over the rows' mean rank more: the smaller the weights, the less there is to read."""
+SHARED_BESIDE_PROMPTS: Final = 16
+"""Decoding rows on one adapter, beside prompts, that are computed with the prompts' tiles."""
 
 Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """First row and number of rows of each tile; the address of its adapter's table."""
@@ -27,8 +30,9 @@ Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLora:
-    """Tiles on the host, the groups of linears that the adapters touch, whether decoding rows share
-    adapters, and how prompts are cut into tiles."""
+    """Tiles on the host, the groups of linears that the adapters touch, whether `decode_tiles` share
+    adapters, and how prompts are cut into tiles. Of a step with prompts, `span_tiles` also has the decoding
+    rows that share an adapter with many others."""
 
     decode_tiles: Tiles
     span_tiles: Tiles
@@ -107,11 +111,12 @@ def split_segments(batch: KernelBatch, *, may_share: bool = True, num_rows: int 
     num_rows = num_rows or batch.token_ids_T.shape[0]
     if segments is None:
         return no_tiles(frozenset(), shares=False, num_rows=num_rows)
+    lengths = segments.spans_N2[:, 1]
     decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
-    lengths = segments.spans_N2[decodes, 1]
-    # Only without prompts: with them, sharing is not worth a graph of its own.
     shares = may_share and bool(decodes.all()) and _sharing_pays(lengths, segments.ranks_N)
-    decode_launch = _decode_launch(shares, len(lengths), num_rows)
+    if not decodes.all():
+        decodes &= lengths < SHARED_BESIDE_PROMPTS
+    decode_launch = _decode_launch(shares, int(decodes.sum()), num_rows)
     span_launch = BlocksLaunch.for_prompts(num_rows)
     return StepLora(
         decode_tiles=cut_tiles(segments.spans_N2[decodes], segments.tables_N[decodes], decode_launch),

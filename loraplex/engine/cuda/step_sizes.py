@@ -18,7 +18,7 @@ from typing import Final
 
 from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
-from loraplex.engine.cuda.step_lora import StepLora
+from loraplex.engine.cuda.step_lora import SHARED_BESIDE_PROMPTS, StepLora
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.perf.assist_split import MAX_SPANS
 from loraplex.perf.graph_limits import MAX_GRAPH_ROWS
@@ -149,7 +149,7 @@ def mixed_sizes(
         table_width=table_width,
         logits=decodes + spans,
         decode_tiles=decodes,
-        span_tiles=spans + rows // BlocksLaunch.for_prompts(rows).block_m,
+        span_tiles=spans + decodes // SHARED_BESIDE_PROMPTS + rows // BlocksLaunch.for_prompts(rows).block_m,
         gates=1 + num_layers,
         assists=assists,
     )

@@ -6,11 +6,12 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cuda_engines import BLOCK_SIZE, CONFIG, SHAPE, RunAgain, fill_slab, interpreted, record_with, weights
-from driving import run_to_end
+from driving import Finished, run_to_end, step
 
 from loraplex.adapters.slab import slab_layout
 from loraplex.adapters.spec import AdapterSpec
@@ -29,7 +30,9 @@ from loraplex.engine.cuda.graphs import Run
 from loraplex.engine.cuda.host_blocks import HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.cuda.padding import Padding
+from loraplex.engine.cuda.step_lora import StepLora, split_segments
 from loraplex.engine.torch_executor import TorchExecutor
+from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.kernels.triton import lora_blocks
@@ -151,6 +154,44 @@ def test_graphs_of_padded_sizes_change_no_text(
     assert texts(build, SPECS[:2]) == texts(plain, SPECS[:2])
     assert num_recorded == [recorder.num_recorded], "a graph was captured within a step"
     assert num_recorded[0] > 1
+
+
+@pytest.mark.slow
+def test_decoding_rows_in_the_tiles_of_prompts_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(engine: Engine) -> dict[str, list[int]]:
+        """Three requests on one adapter decode when a prompt on it joins them."""
+        engine.add_adapter(SPECS[0])
+        done: dict[str, Finished] = {}
+        for index in range(4):
+            while index == 3 and len(done) < 3:
+                step(engine, done)
+            engine.add_request(
+                EngineRequest(
+                    request_id=str(index),
+                    prompt_token_ids=[index + 1] * (3 + index),
+                    params=SamplingParams(max_tokens=6, temperature=0.0),
+                    adapter=SPECS[0].version,
+                )
+            )
+        while engine.has_work():
+            step(engine, done)
+        engine.close()
+        return {name: found.token_ids for name, found in done.items()}
+
+    expected = served(plain())
+    num_with_decodes = 0
+
+    def noting(batch: KernelBatch, **options: Any) -> StepLora:
+        nonlocal num_with_decodes
+        lora = split_segments(batch, **options)
+        num_with_decodes += bool((lora.span_tiles[0][:, 0] < batch.decode_rows_D.shape[0]).any())
+        return lora
+
+    monkeypatch.setattr("loraplex.engine.cuda.step_lora.SHARED_BESIDE_PROMPTS", 3)
+    monkeypatch.setattr("loraplex.engine.cuda.step_sizes.SHARED_BESIDE_PROMPTS", 3)
+    monkeypatch.setattr("loraplex.engine.cuda.step_runner.split_segments", noting)
+    assert served(interpreted()) == expected
+    assert num_with_decodes == 1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

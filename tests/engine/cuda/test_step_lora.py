@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loraplex.engine.cuda.step_lora import split_segments
+from loraplex.engine.cuda.step_sizes import MIXED_DECODES, mixed_sizes
 from loraplex.kernels.triton.triton_kernels import StepSegments
 
 
@@ -48,5 +51,21 @@ def test_rows_share_where_enough_is_read(rows_and_ranks: list[tuple[int, int]], 
     assert split_segments(batch_of(rows_and_ranks)).shares is shares
 
 
-def test_rows_do_not_share_beside_prompts() -> None:
-    assert not split_segments(batch_of([(8, 64), (100, 64)], num_decodes=8)).shares
+def test_many_rows_on_one_adapter_join_the_tiles_of_prompts() -> None:
+    lora = split_segments(batch_of([(8, 64), (100, 64), (200, 64)], num_decodes=108))
+    assert not lora.shares
+    assert len(lora.decode_tiles[1]) == 8
+    assert lora.span_tiles[0].tolist() == [[8, 64], [72, 36], [108, 64], [172, 64], [236, 64], [300, 8]]
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=40),
+    st.lists(st.integers(2, 300), min_size=1, max_size=32),
+)
+def test_tiles_of_any_step_fit_its_graph(decodes: list[int], prompts: list[int]) -> None:
+    decodes = [rows for index, rows in enumerate(decodes) if sum(decodes[: index + 1]) <= MIXED_DECODES[-1]]
+    num_rows = sum(decodes) + sum(prompts)
+    lora = split_segments(batch_of([(rows, 8) for rows in (*decodes, *prompts)], num_decodes=sum(decodes)))
+    sizes = mixed_sizes(num_rows, sum(decodes), len(prompts), table_width=1, num_layers=1)
+    assert len(lora.decode_tiles[1]) <= sizes.decode_tiles
+    assert len(lora.span_tiles[1]) <= sizes.span_tiles
