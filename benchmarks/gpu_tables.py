@@ -163,7 +163,7 @@ def shared_kernels_table(result: Result) -> str:
         )
         for row in result["kernels"]["results"].get("shared", ())
     ]
-    return table(("rank 64", "shrink", "expand", "together"), lines)
+    return table(("rank 64 unless said", "shrink", "expand", "together"), lines)
 
 
 def attention_table(result: Result) -> str:

@@ -8,6 +8,7 @@ bytes of the adapters' weights are counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
@@ -25,14 +26,22 @@ from loraplex.model.shapes import config_of_shape
 _GROUP = "qkv"
 _REPLAYS = 20
 _NUM_OUTPUTS = 4
-_SHARED_RANK: Final = 64
-_SHARED: Final[tuple[tuple[str, list[int], Launch], ...]] = (
-    ("32 requests on one", [32], BlocksLaunch.for_decode(32)),
-    ("144 requests on 100", [2] * 44 + [1] * 56, RowsLaunch.for_segments(144)),
-    ("prompts, 2 x 128 tokens, on 2", [128] * 2, BlocksLaunch.for_prompts(256)),
-    ("prompts, 8 x 256 tokens, on 8", [256] * 8, BlocksLaunch.for_prompts(2048)),
+_SHARED: Final[tuple[tuple[str, list[int], int, Launch], ...]] = (
+    ("32 requests on one", [32], 64, BlocksLaunch.for_decode(32)),
+    ("144 requests on 100", [2] * 44 + [1] * 56, 64, RowsLaunch.for_segments(144)),
+    ("prompts, 2 x 128 tokens, on 2", [128] * 2, 64, BlocksLaunch.for_prompts(256)),
+    ("prompts, 8 x 256 tokens, on 8", [256] * 8, 64, BlocksLaunch.for_prompts(2048)),
+    *(
+        (f"{name}, {how}", rows, rank, replace(RowsLaunch.for_segments(256), block_m=block_m))
+        for name, rows, rank in (
+            ("256 requests on 120", [3] * 16 + [2] * 104, 64),
+            ("256 requests on 132 of rank 16", [2] * 124 + [1] * 8, 16),
+            ("256 requests on 256 of rank 16", [1] * 256, 16),
+        )
+        for how, block_m in (("row by row", 1), ("two rows at a time", 2))
+    ),
 )
-"""Name, rows of each adapter, and the launch that an engine chooses for these."""
+"""Name, rows of each adapter, their rank, and the launch: an engine's choice unless the name says how."""
 _COPY_BYTES = 4 << 30
 
 
@@ -47,10 +56,10 @@ def measure_kernels(
 
 
 def measure_shared(shape_name: str) -> list[dict[str, Any]]:
-    """Return one row for each of some batches whose rows share adapters of rank 64, on q, k and v."""
+    """Return one row for each of some batches whose rows share adapters, on q, k and v."""
     found = []
-    for name, rows_of, launch in _SHARED:
-        shrink_us, expand_us = _layer_us(shape_name, rows_of, _SHARED_RANK, launch, torch.device("cuda"))
+    for name, rows_of, rank, launch in _SHARED:
+        shrink_us, expand_us = _layer_us(shape_name, rows_of, rank, launch, torch.device("cuda"))
         found.append({"name": name, "shrink_us": round(shrink_us, 2), "expand_us": round(expand_us, 2)})
     return found
 

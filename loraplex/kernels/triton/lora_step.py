@@ -151,11 +151,10 @@ def cut_tiles(
     spans_N2: npt.NDArray[np.int64], tables_N: npt.NDArray[np.int64], launch: Launch
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return segments cut into the tiles of the kernels, each with its adapter's table."""
-    max_rows = launch.block_m if isinstance(launch, BlocksLaunch) else 1
     tiles = [
-        (start, min(max_rows, first + count - start), table)
+        (start, min(launch.block_m, first + count - start), table)
         for (first, count), table in zip(spans_N2.tolist(), tables_N.tolist(), strict=True)
-        for start in range(first, first + count, max_rows)
+        for start in range(first, first + count, launch.block_m)
     ]
     found = np.array(tiles, dtype=np.int64).reshape(-1, 3)
     return found[:, :2], found[:, 2]

@@ -36,6 +36,7 @@ SHAPE = ModelShape(
 )
 LAYER = 1
 ROWS = RowsLaunch(shrink_block_r=8, shrink_block_k=32, rank_programs=2, expand_block_n=32, expand_block_r=16)
+PAIRS = replace(ROWS, block_m=2)
 BLOCKS = BlocksLaunch(
     block_m=16,
     shrink_block_r=16,
@@ -125,9 +126,16 @@ def check(
     assert float((y.double() - expected).norm() / expected.norm()) < tolerance
 
 
+each_launch = pytest.mark.parametrize(
+    "launch", [ROWS, PAIRS, BLOCKS, FEW_PROGRAMS], ids=["rows", "pairs", "blocks", "few"]
+)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("launch", [ROWS, BLOCKS, FEW_PROGRAMS], ids=["rows", "blocks", "few"])
+@pytest.mark.parametrize(
+    "launch", [ROWS, PAIRS, BLOCKS, FEW_PROGRAMS], ids=["rows", "pairs", "blocks", "few"]
+)
 def test_any_mix_of_ranks_and_modules_with_base_rows_in_between(
     group: str, dtype: torch.dtype, launch: RowsLaunch | BlocksLaunch
 ) -> None:
@@ -140,7 +148,9 @@ def test_any_mix_of_ranks_and_modules_with_base_rows_in_between(
 
 
 @pytest.mark.parametrize("rank", [1, 2, 15, 16, 17, 100, 512])
-@pytest.mark.parametrize("launch", [ROWS, BLOCKS, FEW_PROGRAMS], ids=["rows", "blocks", "few"])
+@pytest.mark.parametrize(
+    "launch", [ROWS, PAIRS, BLOCKS, FEW_PROGRAMS], ids=["rows", "pairs", "blocks", "few"]
+)
 def test_every_rank_from_1_to_512(rank: int, launch: RowsLaunch | BlocksLaunch) -> None:
     weights = adapter({"q_proj": rank, "v_proj": 3}, torch.float32, rank)
     check("qkv", [LoraSegment(start=1, end=2, weights=weights)], 3, torch.float32, launch)
@@ -180,4 +190,5 @@ def test_segments_are_cut_into_tiles() -> None:
     spans, tables = cut_tiles(*arrays(segments), replace(BLOCKS, block_m=2))
     assert spans.tolist() == [[2, 2], [4, 2], [6, 1], [9, 1]]
     assert set(tables.tolist()) == {weights.table_LM.data_ptr()}
+    assert cut_tiles(*arrays(segments), PAIRS)[0].tolist() == [[2, 2], [4, 2], [6, 1], [9, 1]]
     assert cut_tiles(*arrays(segments), ROWS)[0].tolist() == [[2, 1], [3, 1], [4, 1], [5, 1], [6, 1], [9, 1]]
