@@ -65,9 +65,7 @@ def summary(result: Result) -> str:
         f"{_load(result, SATURATED)}, base model",
         f"the same, {most} adapters",
     )
-    intro = (
-        "And over HTTP beside vLLM on the same GPU, both loaded by vLLM's own client (`vllm bench serve`):\n"
-    )
+    intro = "Over HTTP beside vLLM on the same GPU, both loaded by vLLM's own client (`vllm bench serve`):\n"
     picture = f"![Throughput and time to first token over the number of adapters]({PICTURE})\n"
     return "\n".join(["", intro, machine_note(result), table(headings, lines), picture, ""])
 
