@@ -20,10 +20,12 @@ def anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    links = _LINK.findall(document.read_text(encoding="utf-8"))
-    for path, anchor in links:
+    for path, anchor in _LINK.findall(document.read_text(encoding="utf-8")):
         target = document.parent / path if path else document
         assert target.exists(), path
         if anchor:
             assert anchor in anchors(target), f"{path}#{anchor}"
-    assert links or document.name == "glossary.md", "the pattern finds links"
+
+
+def test_the_pattern_finds_links() -> None:
+    assert ("docs/planner.md", "") in _LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
