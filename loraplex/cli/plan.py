@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.table import Column, number_column, print_table
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from loraplex.planner.plan import Plan
     from loraplex.planner.surrogate import Surrogate, SurrogateJudge
 
-app = App(help="How many GPUs, and which adapter where: made, checked and shown.", no_args_is_help=True)
+app = App(
+    help="How many GPUs, and which adapter where: made, checked, shown and applied.", no_args_is_help=True
+)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _MOST_GPUS: Final = 10_000
@@ -376,3 +379,5 @@ _FIGURES: Final = {
     "itl": "ITL ms",
     "starved": "seeds starved",
 }
+
+app.command()(plan_apply.apply)
