@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.plan_demand import asked_demand, check_finite
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from loraplex.planner.plan import Plan
     from loraplex.planner.surrogate import SurrogateJudge
 
-app = App(help="How many GPUs, and which adapter where: made, checked and shown.", no_args_is_help=True)
+app = App(
+    help="How many GPUs, and which adapter where: made, checked, shown and applied.", no_args_is_help=True
+)
 app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
@@ -179,3 +182,6 @@ def _checked(plan: Plan, profile: Path, *, seeds: tuple[int, ...], seconds: floa
             duration_s=seconds or CHECKED_S,
             report=lambda share: report("GPUs", share),
         )
+
+
+app.command()(plan_apply.apply)

@@ -15,6 +15,7 @@ from loraplex.server.requests import (
     DetokenizeRequest,
     LeaveRequest,
     LoadAdapterRequest,
+    PlacementRequest,
     ReplicaRequest,
     RollBackAdapterRequest,
     ScaleRequest,
@@ -29,6 +30,7 @@ from loraplex.server.responses import (
     Health,
     Model,
     ModelList,
+    Placement,
     ReplicaList,
     Text,
     Tokens,
@@ -56,7 +58,7 @@ _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
     AdapterList, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
-    ScaleRequest, ReplicaList, ErrorBody,
+    ScaleRequest, ReplicaList, PlacementRequest, Placement, ErrorBody,
 )  # fmt: skip
 
 

@@ -243,6 +243,31 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     left_out: list[LeftOutInfo] = []
 
 
+class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one adapter is served. `replicas`: null if every replica serves every adapter. `given`: the
+    replicas that it was given; null if the policy places it. `waiting`: replicas that are to load it before
+    its requests go there; if there are none and `given` differs from `replicas`, they could not, or do not
+    serve at present."""
+
+    name: str
+    rank: int
+    bytes: int
+    replicas: list[int] | None
+    given: list[int] | None
+    waiting: list[int]
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """`is_given`: a placement was handed to the fleet; otherwise its policy places all adapters. `stands`:
+    every adapter is where it was given. `replicas`: all replicas of the fleet."""
+
+    object: Literal["placement"] = "placement"
+    is_given: bool
+    stands: bool
+    replicas: list[int]
+    data: list[PlacedAdapterInfo]
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """`message`: a problem that does not keep requests from being served."""
 
