@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.batching import dlora_costs, of_functions, stream
-
 from loraplex.core.batching import Batching, DelayBound
 from loraplex.twin.replay import ReplayOptions, replay
 

@@ -27,7 +27,7 @@ class PauseBudget:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all pauses: nobody waits, and no request has a place that it would have left without them."""
+        """Forget all pauses: nobody waits, and no request still has a place because of them."""
         self._sum_s = 0.0
         self._recent: deque[tuple[float, float]] = deque()  # when a pause began, and the sum before it
         self._least_s = math.inf  # sum before a pause - share * when it began, of pauses longer ago

@@ -169,7 +169,7 @@ def test_nobody_waits_longer_because_others_give_up(
     bound = DelayBound(share=0.25, seconds=seconds)
     bench = Bench(bound, max_running)
     made = requests("".join(rng.choice("abcdefgh-") for _ in range(120)))
-    left = {each: None for each in made[:80]}  # as first come, first served has them
+    left = dict.fromkeys(made[:80])  # as first come, first served has them
     turns: dict[RequestState, float] = {}
     bench.add(made[:80])
     later = made[80:]
