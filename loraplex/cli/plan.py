@@ -15,6 +15,7 @@ from loraplex.cli.json_out import check_picture, check_writable, files_saved, sa
 from loraplex.cli.plan_demand import asked_demand, check_finite
 from loraplex.cli.plan_show import figures_of, show_plan, warn
 from loraplex.cli.plan_train import train
+from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from loraplex.perf.named_profiles import Profile
     from loraplex.planner.check import PlanCheck
     from loraplex.planner.demand import Demand
+    from loraplex.planner.objectives import Objective
     from loraplex.planner.plan import Plan
     from loraplex.planner.surrogate import SurrogateJudge
 
@@ -31,8 +33,8 @@ app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _MOST_GPUS: Final = 10_000
-_STARVES: Final = 1
-"""Exit status of a check that finds a GPU starving."""
+_DOES_NOT_HOLD: Final = 1
+"""Exit status for a plan with a GPU that starves or misses a limit."""
 
 
 @app.command()
@@ -67,14 +69,24 @@ def make(
             "or dlora."
         ),
     ] = "max-pack",
+    slo_ttft: Annotated[
+        str | None,
+        typer.Option(help="Limit on each GPU's mean time to the first token: 10s or 500ms; default: none."),
+    ] = None,
+    slo_itl: Annotated[
+        str | None,
+        typer.Option(help="Limit on each GPU's mean time between tokens: 30ms or 0.03s; default: none."),
+    ] = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
 ) -> None:
-    """Plan which GPU serves which adapters, with how many slots, judged by the twin or a surrogate."""
+    """Plan which GPU serves which adapters, with how many slots, judged by the twin or a surrogate. The exit
+    status is 1 if a GPU of the plan starves all the same, or misses a limit."""
     inputs = tuple(path for path in (profile, workload, adapters, surrogate) if path is not None)
     check_writable(out, "--out", inputs=inputs)
     check_writable(json_out, inputs=(*inputs, out))
     check_picture(plot, inputs=(*inputs, out))
+    objective = _objective_of(slo_ttft, slo_itl)
     from loraplex.planner.make import make_plan
     from loraplex.planner.plan_file import write_plan
 
@@ -89,6 +101,7 @@ def make(
             packer=packer,
             num_gpus=gpus,
             judge=judge,
+            objective=objective,
             report=lambda num_asked: report("trying GPUs", 0.0),
         )
     if judge is not None and (outside := judge.outside_range()):
@@ -106,6 +119,8 @@ def make(
         (plot, draw),
     ):
         show_plan(plan, checked)
+    if not checked.holds:
+        raise typer.Exit(_DOES_NOT_HOLD)
 
 
 @app.command()
@@ -127,7 +142,7 @@ def check(
     json_out: JsonPath = None,
 ) -> None:
     """Simulate a plan on traffic that it was not made with. The exit status is 1 if a GPU starves: serves
-    less than 0.9 of the tokens that are offered."""
+    less than 0.9 of the tokens that are offered, or misses a limit that the plan was made for."""
     check_writable(json_out, inputs=(plan,))
     check_finite(seconds=seconds)
     from loraplex.planner.plan_file import read_plan
@@ -136,8 +151,17 @@ def check(
     checked = _checked(read, profile or Path(read.profile), seeds=_seeds_of(seeds), seconds=seconds)
     with files_saved((json_out, lambda path: save_json(path, figures_of(checked)))):
         show_plan(read, checked)
-    if checked.starves:
-        raise typer.Exit(_STARVES)
+    if not checked.holds:
+        raise typer.Exit(_DOES_NOT_HOLD)
+
+
+def _objective_of(slo_ttft: str | None, slo_itl: str | None) -> Objective:
+    from loraplex.planner.objectives import Objective
+
+    return Objective(
+        ttft_s=None if slo_ttft is None else parse_seconds(slo_ttft, "--slo-ttft", "10s or 500ms"),
+        itl_s=None if slo_itl is None else parse_seconds(slo_itl, "--slo-itl", "30ms or 0.03s"),
+    )
 
 
 def _judge_of(path: Path, profile: Profile, demand: Demand) -> SurrogateJudge:

@@ -1,4 +1,4 @@
-"""What `loraplex plan` prints of a plan and its check."""
+"""Prints a plan and its check."""
 
 from __future__ import annotations
 
@@ -40,19 +40,31 @@ def show_plan(plan: Plan, checked: PlanCheck | None) -> None:
         f"{num_adapters:,} {plural('adapter', num_adapters)}{copies} on {len(plan.gpus):,} "
         f"{plural('GPU', len(plan.gpus))}, packed by {plan.packer} for {plan.profile}"
     )
-    if checked is not None and checked.starves:
-        starved = {number: gpu for number, gpu in enumerate(checked.gpus) if gpu.num_starved}
-        too_large = [str(number) for number, gpu in starved.items() if not gpu.fits]
-        slow = [str(number) for number, gpu in starved.items() if gpu.fits]
-        if too_large:
+    if plan.objective.has_limits:
+        typer.echo(f"for each GPU: {', '.join(plan.objective.words())}")
+    if checked is not None and not checked.holds:
+        _say_what_is_wrong(checked)
+
+
+def _say_what_is_wrong(checked: PlanCheck) -> None:
+    starved = {number: gpu for number, gpu in enumerate(checked.gpus) if gpu.num_starved}
+    too_large = [str(number) for number, gpu in starved.items() if not gpu.fits]
+    slow = [str(number) for number, gpu in starved.items() if gpu.fits]
+    if too_large:
+        warn(
+            f"GPU {', '.join(too_large)}: so many slots leave no memory for requests; plan with another "
+            "--packer"
+        )
+    if slow:
+        warn(
+            f"starving: GPU {', '.join(slow)} serves less than 0.9 of what is offered; plan with more "
+            "--gpus, with --packer max-pack or improved, or with lower rates"
+        )
+    for number, gpu in enumerate(checked.gpus):
+        if gpu.missed and not gpu.num_starved:
             warn(
-                f"GPU {', '.join(too_large)}: so many slots leave no memory for requests; plan with another "
-                "--packer"
-            )
-        if slow:
-            warn(
-                f"starving: GPU {', '.join(slow)} serves less than 0.9 of what is offered; plan with more "
-                "--gpus, or with lower rates"
+                f"GPU {number}: {' and '.join(gpu.missed)}; plan with more --gpus, --packer least-rate, or a "
+                "higher limit"
             )
 
 
@@ -76,6 +88,7 @@ def _row_of(gpu: GpuCheck) -> dict[str, Any]:
 
 def figures_of(checked: PlanCheck) -> dict[str, Any]:
     return {
+        "holds": checked.holds,
         "starves": checked.starves,
         "seeds": list(checked.seeds),
         "duration_s": checked.duration_s,
@@ -83,6 +96,7 @@ def figures_of(checked: PlanCheck) -> dict[str, Any]:
             {
                 "adapters": len(each.gpu.adapters),
                 "num_slots": each.gpu.num_slots,
+                "missed": list(each.missed),
                 "runs": [asdict(run) for run in each.runs],
             }
             for each in checked.gpus

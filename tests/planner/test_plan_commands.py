@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.planner.plan_file import demand_of, read_plan
+from loraplex.planner.objectives import Objective
+from loraplex.planner.plan_file import demand_of, read_plan, write_plan
 from loraplex.workload.jsonl import write_workload
 from loraplex.workload.request import WorkloadHeader, WorkloadRequest
 
@@ -83,10 +85,30 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
         *("make", "--profile", SLOTS, "--adapters", table(tmp_path, 320, 0.1), *LENGTHS),
         *("--packer", "max-base-half", "--out", out),
     )
-    assert made.exit_code == 0, made.output
+    assert made.exit_code == 1
+    assert f"wrote {out}" in made.output
     checked = plan("check", out, "--seeds", "1", "--seconds", "300")
     assert checked.exit_code == 1
     assert "starving" in checked.output or "leave no memory" in checked.output
+
+
+def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
+    out, adapters = tmp_path / "plan.json", table(tmp_path, 64, 0.1)
+    asked = ("make", "--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out)
+    assert plan(*asked).exit_code == 0
+    num_gpus = len(read_plan(out).gpus)
+    made = plan(*asked, "--slo-itl", "20ms", "--slo-ttft", "1s")
+    assert made.exit_code == 0, words_of(made)
+    assert "for each GPU: mean TTFT at most 1,000 ms, mean ITL at most 20 ms" in made.output
+    assert len(read_plan(out).gpus) > num_gpus
+    assert read_plan(out).objective == Objective(ttft_s=1.0, itl_s=0.02)
+    alone = plan(*asked, "--slo-itl", "1ms")
+    assert "misses the objective even alone on a GPU: mean ITL" in words_of(alone)
+    tight = replace(read_plan(out), objective=Objective(ttft_s=0.001))
+    write_plan(out, tight)
+    checked = plan("check", out, "--seeds", "1", "--seconds", "60")
+    assert checked.exit_code == 1
+    assert "above 1 ms; plan with more --gpus" in words_of(checked)
 
 
 def test_a_check_of_endless_seconds_is_refused(tmp_path: Path) -> None:
@@ -128,12 +150,13 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         (("--adapters", "TABLE", *LENGTHS, "--packer", "max-pak"), "max-pack"),
         (("--adapters", "BUSY", *LENGTHS), "starves a GPU alone"),
         (("--adapters", "FLOOD", *LENGTHS), "adapter 'a1' starves a GPU alone: its 5e+06 requests/s"),
-        (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "cannot be simulated"),
+        (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "adapter 'a1' starves a GPU alone"),
         (
             ("--adapters", "TABLE", "--prompt-tokens", "inf", "--output-tokens", "5"),
             "inf is not a finite number",
         ),
         (("--adapters", "TABLE", "--prompt-tokens", "1e5", "--output-tokens", "5"), "requests are too long"),
+        (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "has no meaning here; write 30ms or 0.03s"),
         (("--adapters", "MANY", *LENGTHS, "--gpus", "1"), "GPUs would do"),
     ],
 )
@@ -174,6 +197,8 @@ def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) ->
     assert "was trained on requests of 250 prompt and 230 answer tokens" in words_of(longer)
     other = plan(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
     assert "was trained on the profile" in words_of(other)
+    with_limit = plan(*asked, "--profile", SLOTS, *LENGTHS, "--slo-ttft", "1s")
+    assert "leave --surrogate out, and the twin judges" in words_of(with_limit)
     ours = plan(*asked, "--profile", OURS, *LENGTHS)
     assert "leave --surrogate out" in words_of(ours)
 
