@@ -13,7 +13,7 @@ import typer
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.plan_demand import asked_demand, check_finite
-from loraplex.cli.plan_show import figures_of, show_plan, warn
+from loraplex.cli.plan_show import figures_of, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
 from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
@@ -22,6 +22,7 @@ from loraplex.core.progress import shown_progress
 
 if TYPE_CHECKING:
     from loraplex.perf.named_profiles import Profile
+    from loraplex.planner.alternatives import Alternative
     from loraplex.planner.check import PlanCheck
     from loraplex.planner.demand import Demand
     from loraplex.planner.objectives import Objective
@@ -33,6 +34,9 @@ app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _MOST_GPUS: Final = 10_000
+_COMPARED_GPUS: Final = 8
+_MADE_SEEDS: Final = (1, 2, 3)
+"""Seeds that a new plan is simulated with, for its error bars: packers judge by seed 0."""
 _DOES_NOT_HOLD: Final = 1
 """Exit status for a plan with a GPU that starves or misses a limit."""
 
@@ -77,6 +81,14 @@ def make(
         str | None,
         typer.Option(help="Limit on each GPU's mean time between tokens: 30ms or 0.03s; default: none."),
     ] = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare",
+            help="Simulate one GPU more and one less, and the plans of the baselines; default: for up to "
+            f"{_COMPARED_GPUS} GPUs.",
+        ),
+    ] = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
 ) -> None:
@@ -102,23 +114,26 @@ def make(
             num_gpus=gpus,
             judge=judge,
             objective=objective,
-            report=lambda num_asked: report("trying GPUs", 0.0),
+            report=lambda num_asked: report("trying GPUs", None),
         )
     if judge is not None and (outside := judge.outside_range()):
         warn(f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}")
-    checked = _checked(plan, profile, seeds=(0,))
+    checked = _checked(plan, found, seeds=_MADE_SEEDS)
+    others = _alternatives(plan, found) if _is_compared(compare, plan) else []
 
     def draw(path: Path) -> None:
         from loraplex.cli.plan_plot import draw_plan
 
-        save_picture(path, draw_plan(plan))
+        save_picture(path, draw_plan(plan, checked))
 
     with files_saved(
         (out, lambda path: write_plan(path, plan)),
-        (json_out, lambda path: save_json(path, figures_of(checked))),
+        (json_out, lambda path: save_json(path, figures_of(checked, found, others))),
         (plot, draw),
     ):
-        show_plan(plan, checked)
+        show_plan(plan, checked, found)
+        if others:
+            show_alternatives(checked, others)
     if not checked.holds:
         raise typer.Exit(_DOES_NOT_HOLD)
 
@@ -128,7 +143,7 @@ def show(plan: PlanPath) -> None:
     """Print which GPU serves which adapters."""
     from loraplex.planner.plan_file import read_plan
 
-    show_plan(read_plan(plan), None)
+    show_plan(read_plan(plan))
 
 
 @app.command()
@@ -148,9 +163,10 @@ def check(
     from loraplex.planner.plan_file import read_plan
 
     read = read_plan(plan)
-    checked = _checked(read, profile or Path(read.profile), seeds=_seeds_of(seeds), seconds=seconds)
-    with files_saved((json_out, lambda path: save_json(path, figures_of(checked)))):
-        show_plan(read, checked)
+    found = read_profile_of(profile or Path(read.profile), None)
+    checked = _checked(read, found, seeds=_seeds_of(seeds), seconds=seconds)
+    with files_saved((json_out, lambda path: save_json(path, figures_of(checked, found)))):
+        show_plan(read, checked, found)
     if not checked.holds:
         raise typer.Exit(_DOES_NOT_HOLD)
 
@@ -191,15 +207,28 @@ def _seeds_of(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def _checked(plan: Plan, profile: Path, *, seeds: tuple[int, ...], seconds: float | None = None) -> PlanCheck:
-    from loraplex.planner.check import CHECKED_S, check_plan
+def _checked(
+    plan: Plan, profile: Profile, *, seeds: tuple[int, ...], seconds: float | None = None
+) -> PlanCheck:
+    from loraplex.planner.check import check_plan
 
-    found = read_profile_of(profile, None)
     with shown_progress("simulating the plan") as report:
         return check_plan(
             plan,
-            found,
+            profile,
             seeds=seeds,
-            duration_s=seconds or CHECKED_S,
+            duration_s=seconds,
+            with_most=True,
             report=lambda share: report("GPUs", share),
         )
+
+
+def _is_compared(asked: bool | None, plan: Plan) -> bool:
+    return len(plan.gpus) <= _COMPARED_GPUS if asked is None else asked
+
+
+def _alternatives(plan: Plan, profile: Profile) -> list[Alternative]:
+    from loraplex.planner.alternatives import alternatives
+
+    with shown_progress("comparing") as report:
+        return list(alternatives(plan, profile, report))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.check import PlanCheck, check_plan
 from loraplex.planner.demand import PlanError
-from loraplex.planner.make import BASELINES, make_plan
+from loraplex.planner.make import BASELINES, BASELINES_WITHOUT_SLOTS, make_plan
 from loraplex.planner.one_gpu_more import with_one_less, with_one_more
 from loraplex.planner.plan import Plan
 from loraplex.planner.plan_file import demand_of
@@ -38,7 +39,8 @@ def alternatives(
         made.append(("one GPU less", lambda: with_one_less(plan)))
     demand = demand_of(plan)
     judge = TwinJudge(profile, demand, objective=plan.objective)
-    for packer in BASELINES:
+    has_slots = not isinstance(profile, CostModel)
+    for packer in BASELINES if has_slots else BASELINES_WITHOUT_SLOTS:
         if packer != plan.packer:
             made.append((packer, _maker(plan, profile, packer, judge)))
     for number, (name, make) in enumerate(made):

@@ -37,6 +37,8 @@ PACKERS: Final = {
 """Name of each packer, and what it does."""
 BASELINES: Final = ("max-base", "max-base-half", "random", "dlora")
 """Packers that ask no judge."""
+BASELINES_WITHOUT_SLOTS: Final = ("max-base", "random", "dlora")
+"""Baselines that differ on an engine without slots."""
 _SPREADS_BLINDLY: Final = ("random", "dlora")
 """Baselines that take all GPUs: a judge tells how few will do."""
 _SPREADS: Final = ("least-rate", *_SPREADS_BLINDLY)
