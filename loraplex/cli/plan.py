@@ -381,3 +381,4 @@ _FIGURES: Final = {
 }
 
 app.command()(plan_apply.apply)
+app.command()(plan_apply.release)
