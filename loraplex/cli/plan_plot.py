@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from loraplex.planner.plan import whole_adapters
+
 if TYPE_CHECKING:
     from loraplex.planner.plan import Plan
 
@@ -45,7 +47,7 @@ def draw_plan(plan: Plan) -> Figure:
                 )
                 labelled.add(rank)
                 bottom += height
-    axes.set_title(f"{sum(len(gpu.adapters) for gpu in plan.gpus):,} adapters on {len(plan.gpus)} GPUs")
+    axes.set_title(f"{len(whole_adapters(plan.gpus)):,} adapters on {len(plan.gpus)} GPUs")
     axes.set_xlabel("GPU")
     axes.set_ylabel("offered tokens per second, prompts and answers")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

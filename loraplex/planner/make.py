@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Judge, Verdict
+from loraplex.planner.packing.dlora import DLoraPacking
 from loraplex.planner.packing.improve import LocalImprovement
+from loraplex.planner.packing.judged import Judged
 from loraplex.planner.packing.least_gpus import least_gpus
 from loraplex.planner.packing.least_rate import LeastRate
 from loraplex.planner.packing.max_base import MaxBase
@@ -27,8 +30,11 @@ PACKERS: Final = {
     "max-base": "fills GPUs to what the base model serves without adapters; a baseline",
     "max-base-half": "as max-base, with half as many slots as adapters; a baseline",
     "random": "puts each adapter on a GPU by chance; a baseline",
+    "dlora": "dLoRA's proactive placement, with copies of busy adapters on several GPUs; a baseline",
 }
 """Name of each packer, and what it does."""
+_SPREADS_BLINDLY: Final = ("random", "dlora")
+"""Packers that take all GPUs and ask nobody: a judge tells how few will do."""
 _MOST_JUDGEMENTS: Final = 60
 """Most questions to the twin by which a packing is improved: each takes seconds."""
 _MOST_GPUS: Final = 10_000
@@ -66,11 +72,15 @@ def make_plan(
     """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the twin. `report`: gets
     how often it was asked.
 
+    Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
     check_lengths(profile, demand)
-    chosen = _packer_of(packer, profile, demand, CountingJudge(judge or TwinJudge(profile, demand), report))
+    counting = CountingJudge(judge or TwinJudge(profile, demand), report)
+    chosen = packer_of(packer, profile, demand, counting)
     if num_gpus is None:
+        if packer in _SPREADS_BLINDLY:
+            chosen = Judged(packer=chosen, judge=counting)
         gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))
     else:
         gpus = chosen.pack(demand, num_gpus)
@@ -83,7 +93,8 @@ def make_plan(
     )
 
 
-def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:
+def packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:
+    """Return the packer of that name. Raises PlanError if there is none."""
     has_slots = not isinstance(profile, CostModel)
     match name:
         case "max-pack":
@@ -99,5 +110,27 @@ def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Pac
             return MaxBase(base_tok_s=most_tok_s, slots_per_adapter=share if has_slots else None)
         case "random":
             return RandomPacking(seed=0, has_slots=has_slots)
+        case "dlora":
+            return _dlora(profile)
         case _:
             raise PlanError(unknown_name("packer", name, PACKERS))
+
+
+def _dlora(profile: Profile) -> DLoraPacking:
+    if isinstance(profile, CostModel):
+        has = profile.memory
+        if has is None or has.arena_bytes is None:
+            raise PlanError(
+                "dLoRA's placement is about memory that adapters share with requests, and this profile is of "
+                "an engine where they do not; choose another --packer"
+            )
+        return DLoraPacking(
+            memory=has.arena_bytes,
+            memory_of_rank=lambda rank: has.adapter_bytes(rank, GROUPS["qkv"]),
+            has_slots=False,
+        )
+    tokens = profile.memory
+    return DLoraPacking(
+        memory=round(tokens.tokens),
+        memory_of_rank=lambda rank: max(round(tokens.slot_tokens + tokens.slot_rank_tokens * rank), 1),
+    )

@@ -2,13 +2,15 @@
 
 {"loraplex_plan": 1, "profile": ..., "packer": ..., "prompt_tokens": ..., "output_tokens": ...,
  "gpus": [{"num_slots": 64, "adapters": [{"name": ..., "rank": 16, "rate_rps": 0.1}, ...]}, ...]}
+
+An adapter on several GPUs has copies, each with the part of its rate that its GPU gets.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +18,7 @@ from typing import Any, Final
 from loraplex.core.errors import StorageError
 from loraplex.core.whole_file import write_whole
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
-from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
 
 VERSION: Final = 1
 _VERSION_KEY: Final = "loraplex_plan"
@@ -64,10 +66,7 @@ def read_plan(path: Path) -> Plan:
 
 def _plan_of(document: Mapping[str, Any]) -> Plan:
     gpus = tuple(_gpu_of(fields) for fields in _list(document["gpus"], "gpus"))
-    names = [adapter.name for gpu in gpus for adapter in gpu.adapters]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"adapter {twice!r} is there twice")
+    _check_copies(gpus)
     return Plan(
         gpus=gpus,
         profile=_text(document["profile"], "profile"),
@@ -75,6 +74,18 @@ def _plan_of(document: Mapping[str, Any]) -> Plan:
         prompt_tokens=_positive(document["prompt_tokens"], "prompt_tokens"),
         output_tokens=_positive(document["output_tokens"], "output_tokens"),
     )
+
+
+def _check_copies(gpus: Sequence[GpuPlan]) -> None:
+    ranks: dict[str, int] = {}
+    for number, gpu in enumerate(gpus):
+        here: set[str] = set()
+        for copy in gpu.adapters:
+            if copy.name in here:
+                raise ValueError(f"adapter {copy.name!r} is there twice on GPU {number}")
+            if ranks.setdefault(copy.name, copy.rank) != copy.rank:
+                raise ValueError(f"copies of adapter {copy.name!r} have different ranks")
+            here.add(copy.name)
 
 
 def _gpu_of(fields: Mapping[str, Any]) -> GpuPlan:
@@ -119,9 +130,9 @@ def _positive(value: object, what: str) -> float:
 
 
 def demand_of(plan: Plan) -> Demand:
-    """Return the demand that a plan was made for."""
+    """Return the demand that a plan was made for: copies count as one adapter."""
     return Demand(
-        adapters=tuple(adapter for gpu in plan.gpus for adapter in gpu.adapters),
+        adapters=whole_adapters(plan.gpus),
         prompt_tokens=plan.prompt_tokens,
         output_tokens=plan.output_tokens,
     )

@@ -61,6 +61,22 @@ def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
     assert [(len(gpu.adapters), gpu.num_slots) for gpu in read_plan(out).gpus] == [(12, None)]
 
 
+def test_copies_of_an_adapter_are_shown_and_checked_as_one(tmp_path: Path) -> None:
+    out, adapters = tmp_path / "plan.json", tmp_path / "adapters.csv"
+    adapters.write_text("name,rank,rate_rps\nbusy,16,2\nquiet,16,0.1\n")
+    asked = ("make", "--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "dlora")
+    made = plan(*asked, "--gpus", "2", "--out", out, "--plot", tmp_path / "plan.png")
+    assert made.exit_code == 0, words_of(made)
+    assert "2 adapters in 3 copies on 2 GPUs, packed by dlora" in made.output
+    assert {each.name: each.rate_rps for each in demand_of(read_plan(out)).adapters} == {
+        "busy": 2,
+        "quiet": 0.1,
+    }
+    assert plan("check", out, "--seeds", "1", "--seconds", "300").exit_code == 0
+    assert plan(*asked, "--out", out).exit_code == 0
+    assert len(read_plan(out).gpus) == 1
+
+
 def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     made = plan(

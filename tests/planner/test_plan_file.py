@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert demand_of(PLAN).offered_tok_s(demand_of(PLAN).adapters) == pytest.approx(0.5 * 300.5)
 
 
+def test_copies_of_an_adapter_are_one_adapter_with_their_whole_rate(tmp_path: Path) -> None:
+    copies = [AdapterDemand(name="a", rank=8, rate_rps=rate) for rate in (0.5, 0.25)]
+    plan = replace(PLAN, gpus=tuple(GpuPlan(adapters=(each,), num_slots=None) for each in copies))
+    write_plan(tmp_path / "plan.json", plan)
+    read = read_plan(tmp_path / "plan.json")
+    assert read == plan
+    assert demand_of(read).adapters == (AdapterDemand(name="a", rank=8, rate_rps=0.75),)
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     adapter = {"name": "a", "rank": 8, "rate_rps": 0.5}
     document = {
@@ -57,7 +67,19 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(gpus=[{"num_slots": 1, "adapters": [{"name": "a", "rank": 8}]}]), "'rate_rps' is missing"),
         (changed(prompt_tokens="many"), "prompt_tokens is not a number above 0"),
         (changed(profile=None), "profile is not text"),
-        (changed(gpus=changed()["gpus"] * 2), "adapter 'a' is there twice"),
+        (
+            changed(gpus=[{"num_slots": 1, "adapters": changed()["gpus"][0]["adapters"] * 2}]),
+            "adapter 'a' is there twice on GPU 0",
+        ),
+        (
+            changed(
+                gpus=[
+                    {"num_slots": 1, "adapters": [{"name": "a", "rank": rank, "rate_rps": 1}]}
+                    for rank in (1, 2)
+                ]
+            ),
+            "copies of adapter 'a' have different ranks",
+        ),
         (changed(gpus=[1]), "is a broken plan"),
     ],
 )

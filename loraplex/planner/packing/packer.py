@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from loraplex.core.words import plural
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
-from loraplex.planner.judge import Verdict
+from loraplex.planner.judge import Judge, Verdict
 from loraplex.planner.plan import GpuPlan
 
 
@@ -32,6 +33,14 @@ def check_num_gpus(num_gpus: int) -> None:
     """Raise a PlanError if there is no GPU."""
     if num_gpus < 1:
         raise PlanError(f"{num_gpus} GPUs serve no adapter; give at least one")
+
+
+def check_each(plans: Sequence[GpuPlan], demand: Demand, judge: Judge, num_gpus: int) -> None:
+    """Raise a PlanError if a GPU starves. The fullest is judged first, as it is the likeliest to."""
+    for plan in sorted(plans, key=lambda each: -demand.offered_tok_s(each.adapters)):
+        verdict = judge.judge(plan.adapters, plan.num_slots)
+        if verdict.is_starved:
+            raise _starves_together(plan, demand, verdict, num_gpus)
 
 
 def too_few_gpus(num_gpus: int, num_left: int, num_adapters: int, num_needed: int) -> NotEnoughGpusError:
@@ -66,7 +75,7 @@ def no_room_for_slots(adapter: AdapterDemand, num_slots: int) -> PlanError:
     )
 
 
-def starves_together(
+def _starves_together(
     plan: GpuPlan, demand: Demand, verdict: Verdict, num_gpus: int
 ) -> PlanError | NotEnoughGpusError:
     """Return the error for a GPU that starves with the adapters that it was given."""

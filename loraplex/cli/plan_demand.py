@@ -1,0 +1,42 @@
+"""The options of `loraplex plan` that say what is to be served."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from loraplex.core.errors import UserError
+
+if TYPE_CHECKING:
+    from loraplex.planner.demand import Demand
+
+
+def check_finite(**options: float | None) -> None:
+    """Raise a usage error for a number that is none, or has no end."""
+    for name, value in options.items():
+        if value is not None and not math.isfinite(value):
+            raise typer.BadParameter(
+                f"{value} is not a finite number", param_hint=f"--{name.replace('_', '-')}"
+            )
+
+
+def asked_demand(
+    workload: Path | None, adapters: Path | None, prompt_tokens: float | None, output_tokens: float | None
+) -> Demand:
+    """Read the workload file or the table. Raises UserError if not just one is given, or without lengths."""
+    from loraplex.planner.adapter_table import read_table, read_workload_demand
+
+    check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    if (workload is None) == (adapters is None):
+        raise UserError("say what is to be served: give --workload FILE or --adapters FILE, one of them")
+    if workload is not None:
+        if prompt_tokens is not None or output_tokens is not None:
+            raise UserError("--workload shows how long requests are; leave --prompt-tokens and the like out")
+        return read_workload_demand(workload)
+    assert adapters is not None
+    if prompt_tokens is None or output_tokens is None:
+        raise UserError("a table says nothing of lengths; give --prompt-tokens and --output-tokens")
+    return read_table(adapters, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
