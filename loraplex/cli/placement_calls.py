@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from loraplex.cli.server_calls import list_of
+from loraplex.cli.server_calls import struct_of
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 
@@ -66,15 +66,6 @@ def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
 def _call(
     base_url: str, api_key: str | None, *, body: dict[str, Any] | None = None, method: str | None = None
 ) -> Placement:
-    import msgspec
-
     from loraplex.server.responses import Placement
 
-    _, answer = list_of(base_url, _PATH, api_key, kind="replicas", body=body, method=method)
-    try:
-        return msgspec.convert(answer, Placement)
-    except msgspec.ValidationError as error:
-        raise UserError(
-            f"{base_url} did not answer as a fleet of this version of loraplex does ({error}); use the "
-            "command of the version that serves there"
-        ) from None
+    return struct_of(Placement, base_url, _PATH, api_key, kind="replicas", body=body, method=method)

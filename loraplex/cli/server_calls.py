@@ -6,12 +6,17 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import no_server
+
+if TYPE_CHECKING:
+    import msgspec
+
+    S = TypeVar("S", bound=msgspec.Struct)
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _TIMEOUT_S: Final = 10.0
@@ -59,6 +64,30 @@ def list_of(
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{url} answered with something else than a list of {kind}")
     return rows, answer if isinstance(answer, dict) else {}
+
+
+def struct_of(
+    answer_type: type[S],
+    base_url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    kind: str,
+    body: object = None,
+    method: str | None = None,
+) -> S:
+    """Return the whole answer of a route that answers with a list. Raises like `list_of`, and for an answer
+    of another version of loraplex."""
+    import msgspec
+
+    _, answer = list_of(base_url, path, api_key, kind=kind, body=body, method=method)
+    try:
+        return msgspec.convert(answer, answer_type)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{base_url} did not answer as a server of this version of loraplex does ({error}); call it with "
+            "the version that serves there"
+        ) from None
 
 
 def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: object) -> str:

@@ -14,7 +14,7 @@ from server_process import Ended, complete, replicas, run_command, serving, wait
 
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import write_plan
+from loraplex.planner.plan_file import demand_of, read_plan, write_plan
 
 RANKS = {"one": 4, "two": 8, "three": 4, "cold": 4}
 OURS = "h200-llama-2-7b"
@@ -240,6 +240,19 @@ def test_a_placement_that_cannot_be_is_refused(fleet: str, change: dict[str, Any
     assert refused.status_code == 400
     assert words in refused.json()["error"]["message"]
     assert placement(fleet) == before
+
+
+def test_a_plan_is_made_from_what_the_fleet_was_asked_for(fleet: str, tmp_path: Path) -> None:
+    complete(fleet, "two")
+    out = tmp_path / "made.json"
+    options = ("--profile", OURS, "--gpus", "3", "--packer", "least-rate", "--out", str(out))
+    made = run_command("plan", "make", "--from", fleet, *options)
+    assert made.returncode == 0, made
+    demand = demand_of(read_plan(out))
+    assert {each.name: each.rank for each in demand.adapters} == RANKS
+    assert all(each.rate_rps > 0 for each in demand.adapters if each.name == "two")
+    assert demand.output_tokens <= 12
+    assert command(fleet, "apply", str(out), "--dry-run", "--force").returncode == 0
 
 
 def test_who_is_no_fleet_is_told_apart(tmp_path: Path, fleet: str) -> None:
