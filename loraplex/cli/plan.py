@@ -16,6 +16,7 @@ from loraplex.cli.json_out import check_picture, check_writable, files_saved, sa
 from loraplex.cli.plan_demand import asked_demand, check_finite
 from loraplex.cli.plan_show import figures_of, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
+from loraplex.cli.server_calls import ApiKey
 from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
@@ -55,6 +56,13 @@ def make(
         Path | None,
         typer.Option(help="A .csv file with the columns name, rank and rate_rps, instead of a workload."),
     ] = None,
+    from_url: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="URL", help="A server or fleet that runs: what it was asked for lately."
+        ),
+    ] = None,
+    api_key: ApiKey = None,
     prompt_tokens: Annotated[
         float | None, typer.Option(min=1, help="Mean tokens of a prompt, with --adapters.")
     ] = None,
@@ -105,7 +113,9 @@ def make(
     from loraplex.planner.make import make_plan
     from loraplex.planner.plan_file import write_plan
 
-    demand = asked_demand(workload, adapters, prompt_tokens, output_tokens)
+    demand = asked_demand(
+        workload, adapters, prompt_tokens, output_tokens, from_url=from_url, api_key=api_key
+    )
     found = read_profile_of(profile, None)
     judge = None if surrogate is None else _judge_of(surrogate, found, demand)
     with shown_progress("planning", left=None) as report:
@@ -238,3 +248,4 @@ def _alternatives(plan: Plan, profile: Profile) -> list[Alternative]:
 
 
 app.command()(plan_apply.apply)
+app.command()(plan_apply.release)

@@ -108,7 +108,9 @@ def _add_placement(
     async def give(request: Request) -> Response:
         administrators.require(request.scope)
         async with bodies.read(request, PlacementRequest) as body:
-            with audited_replicas(request.scope, clock, adapters=len(body.adapters)):
+            with audited_replicas(
+                request.scope, clock, adapters=len(body.adapters), dry_run=body.dry_run or None
+            ):
                 placement.give(body)
         return json_response(placement.state())
 

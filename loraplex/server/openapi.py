@@ -26,6 +26,7 @@ from loraplex.server.responses import (
     AdapterList,
     ChatCompletion,
     Completion,
+    DemandInfo,
     ErrorBody,
     Health,
     Model,
@@ -57,7 +58,7 @@ BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
-    AdapterList, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
+    AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
     ScaleRequest, ReplicaList, PlacementRequest, Placement, ErrorBody,
 )  # fmt: skip
 

@@ -195,10 +195,12 @@ class GivenAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlacementRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`replicas`: the replicas that the placement was made for, which must be all of the fleet."""
+    """`replicas`: the replicas that the placement was made for, which must be all of the fleet. `dry_run`:
+    check it, and change nothing."""
 
     replicas: list[int]
     adapters: list[GivenAdapter]
+    dry_run: bool = False
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

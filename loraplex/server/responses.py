@@ -190,6 +190,27 @@ class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[AdapterInfo]
 
 
+class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One served adapter. `requests`: answers that were asked for."""
+
+    name: str
+    rank: int
+    requests: int
+
+
+class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of the last half hour, or since the start: of the last `seconds`. `base_requests`: those
+    for the base model alone, which are in none of the other figures. `prompt_tokens` and `output_tokens`:
+    means of a request for an adapter; null until there is one, or one was answered."""
+
+    object: Literal["demand"] = "demand"
+    seconds: float
+    base_requests: int
+    prompt_tokens: float | None
+    output_tokens: float | None
+    data: list[AdapterDemandInfo]
+
+
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     count: int

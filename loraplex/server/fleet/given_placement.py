@@ -43,8 +43,9 @@ class GivenPlacement:
         self._check_replicas(asked.replicas)
         self._check_adapters(asked.adapters)
         entries = {each.lora_name: _entry(each, asked.replicas) for each in asked.adapters}
-        self._entries = entries
-        self._hand_over()
+        if not asked.dry_run:
+            self._entries = entries
+            self._hand_over()
 
     def release(self) -> None:
         """Let the fleet's own policy place all adapters again. Idempotent."""
