@@ -18,6 +18,7 @@ from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.packing.packer import Packer
 from loraplex.planner.packing.random_packing import RandomPacking
 from loraplex.planner.plan import Plan
+from loraplex.planner.steady_state import SteadyStateJudge
 from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
 PACKERS: Final = {
@@ -30,7 +31,9 @@ PACKERS: Final = {
 }
 """Name of each packer, and what it does."""
 _MOST_JUDGEMENTS: Final = 60
-"""Most questions to the twin by which a packing is improved: each takes seconds."""
+_MOST_QUICK_JUDGEMENTS: Final = 20_000
+"""Most questions by which a packing is improved: to the twin, which takes seconds for each, or to a quick
+judge."""
 _MOST_GPUS: Final = 10_000
 
 
@@ -63,13 +66,16 @@ def make_plan(
     judge: Judge | None = None,
     report: Callable[[int], None] = lambda num_asked: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the twin. `report`: gets
-    how often it was asked.
+    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
+    own engine, and the twin of others. `report`: gets how often it was asked.
 
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
     check_lengths(profile, demand)
-    chosen = _packer_of(packer, profile, demand, CountingJudge(judge or TwinJudge(profile, demand), report))
+    judge = judge or default_judge(profile, demand)
+    chosen = _packer_of(
+        packer, profile, demand, CountingJudge(judge, report), is_quick=not isinstance(judge, TwinJudge)
+    )
     if num_gpus is None:
         gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))
     else:
@@ -83,14 +89,22 @@ def make_plan(
     )
 
 
-def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:
+def default_judge(profile: Profile, demand: Demand) -> Judge:
+    """Return the judge that needs no training."""
+    if isinstance(profile, CostModel):
+        return SteadyStateJudge(profile, demand)
+    return TwinJudge(profile, demand)
+
+
+def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge, *, is_quick: bool) -> Packer:
     has_slots = not isinstance(profile, CostModel)
     match name:
         case "max-pack":
             return MaxPack(judge=judge, has_slots=has_slots)
         case "improved":
             packer = MaxPack(judge=judge, has_slots=has_slots)
-            return LocalImprovement(packer=packer, judge=judge, most_judgements=_MOST_JUDGEMENTS)
+            most = _MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS
+            return LocalImprovement(packer=packer, judge=judge, most_judgements=most)
         case "least-rate":
             return LeastRate(judge=judge, has_slots=has_slots)
         case "max-base" | "max-base-half":
