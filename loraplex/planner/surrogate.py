@@ -3,6 +3,7 @@ a good part of a second."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -38,15 +39,16 @@ class Predicted(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Surrogate:
     """Forests for one engine, profile and length of requests. `ranges`: least and greatest value of each
-    feature in training, one row per feature. `throughput`: what a GPU serves, if so much is offered.
-    `starvation`: share of votes that it starves; None if that follows from the throughput. `accuracy`: by
-    measure, on runs not trained on, for people."""
+    feature in training, one row per feature. `throughput`: what a GPU serves, if so much is offered; the
+    logarithm of it if `in_logarithms`. `starvation`: share of votes that it starves; None if that follows
+    from the throughput. `accuracy`: by measure, on runs not trained on, for people."""
 
     engine: EngineKind
     trained_on: TrainedOn
     ranges: Floats
     throughput: Forest
     starvation: Forest | None
+    in_logarithms: bool = False
     accuracy: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -55,6 +57,8 @@ class Surrogate:
 
     def predict(self, features: Features) -> Predicted:
         most_tok_s, outside = _predict(self.throughput, self.ranges, features)
+        if self.in_logarithms:
+            most_tok_s = math.exp(most_tok_s)
         offered_tok_s = self.trained_on.request_tokens * float(features[SUM_RATE])
         if self.starvation is None:
             is_starved = most_tok_s < STARVED_BELOW * offered_tok_s
@@ -66,6 +70,8 @@ class Surrogate:
     def predict_all(self, features: npt.NDArray[np.float32]) -> tuple[Floats, Flags]:
         """Return the throughput and whether a GPU starves, of many queries, one per row."""
         most_tok_s = self.throughput.values(features)
+        if self.in_logarithms:
+            most_tok_s = np.exp(most_tok_s)
         offered_tok_s = self.trained_on.request_tokens * features[:, SUM_RATE].astype(np.float64)
         if self.starvation is None:
             is_starved = most_tok_s < STARVED_BELOW * offered_tok_s

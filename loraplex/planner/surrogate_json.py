@@ -1,9 +1,9 @@
 """Surrogates as JSON files, read strictly: a misread threshold would be wrong in every plan.
 
-    {"version": 1, "kind": "planner surrogate", "engine": "slots", "trained_on": {...},
+    {"version": 2, "kind": "planner surrogate", "engine": "slots", "trained_on": {...},
      "ranges": {"served_adapters": [8.0, 384.0], ...}, "units": {...},
-     "throughput": {"num_trees": 32, "num_nodes": 9172, "nodes": BASE64}, "starvation": {...} or null,
-     "accuracy": {...}, "environment": {...}}
+     "in_logarithms": true, "throughput": {"num_trees": 300, "num_nodes": 9172, "nodes": BASE64},
+     "starvation": {...} or null, "accuracy": {...}, "environment": {...}}
 
 `nodes` are the arrays of a `Forest` behind one another, little-endian and compressed: a large forest takes
 megabytes so, and tens of them in digits. `environment`: date and versions, for people.
@@ -40,7 +40,7 @@ _MAX_FILE_BYTES: Final = 1 << 30
 _MAX_NODES: Final = 100_000_000
 _DTYPES: Final = {"roots": "<i8", "feature": "<i1", "number": "<f8", "right": "<i4"}
 _UNITS: Final = {
-    "throughput": "prompt and answer tokens per second that are served, if so many are offered",
+    "throughput": "prompt and answer tokens per second served, if so many are offered, or their logarithm",
     "starvation": "share of votes for less than 0.9 of the offered tokens being served; null: by throughput",
     "trained_on": "tokens of a request, and seconds of a run",
 }
@@ -59,6 +59,7 @@ def surrogate_to_json(surrogate: Surrogate, environment: Mapping[str, Any] | Non
         "trained_on": surrogate.trained_on.as_json(),
         "ranges": dict(zip(names, surrogate.ranges.tolist(), strict=True)),
         "units": {**{name: FEATURE_UNITS[name] for name in names}, **_UNITS},
+        "in_logarithms": surrogate.in_logarithms,
         "throughput": _forest_to_json(surrogate.throughput),
         "starvation": None if surrogate.starvation is None else _forest_to_json(surrogate.starvation),
         "accuracy": dict(surrogate.accuracy),
@@ -119,6 +120,7 @@ def surrogate_from_json(text: str) -> Surrogate:
         ranges=_ranges(top.child("ranges"), names),
         throughput=_forest(top.child("throughput"), len(names)),
         starvation=None if starvation is None else _forest(starvation, len(names)),
+        in_logarithms=top.flag("in_logarithms"),
         accuracy={name: accuracy.number(name) for name in accuracy.names},
     )
     for name in ("units", "environment"):

@@ -89,11 +89,11 @@ def train_forest(
     num_jobs: int | None = -1,
     progress: Report | None = None,
 ) -> Surrogate:
-    """Return a random forest with its accuracy on rows that it was not trained on. `search`: None for a
-    forest of what a GPU serves at most (see `capacity`); otherwise as in the paper."""
+    """Return a forest with its accuracy on rows that it was not trained on. `search`: None for boosted trees
+    of what a GPU serves at most (see `capacity`); otherwise random forests, as in the paper."""
     rows, held_out = split(dataset)
     if search is None:
-        found = capacity_forest(rows, num_jobs)
+        found = capacity_forest(rows)
     else:
         found = forest_surrogate(train(rows, ModelKind.FOREST, search, num_jobs, progress), rows)
     return replace(found, accuracy=surrogate_accuracy(found, held_out))
@@ -109,23 +109,27 @@ def train_small_tree(
     """Return a tree of at most 32 rules with its accuracy on rows that it was not trained on. `search`: as in
     `train_forest`."""
     rows, held_out = split(dataset)
-    found = capacity_tree(rows, num_jobs) if search is None else refine(rows, search, num_jobs, progress)
+    found = capacity_tree(rows) if search is None else refine(rows, search, num_jobs, progress)
     return replace(found, accuracy=surrogate_accuracy(found, held_out))
 
 
-def capacity_forest(rows: Dataset, num_jobs: int | None = -1) -> Surrogate:
-    """Return a forest of what a GPU serves at most."""
+def capacity_forest(rows: Dataset) -> Surrogate:
+    """Return boosted trees of what a GPU serves at most."""
     _check(rows)
     _models(ModelKind.FOREST)  # says so if scikit-learn is missing
-    forest = _regression_forest(capacity.fit_forest(rows, num_jobs))
-    return _surrogate(mapped_leaves(forest, np.exp), None, rows)
+    model = capacity.fit_boosted(rows)
+    first = float(model.init_.constant_[0, 0])
+    times = len(model.estimators_) * model.learning_rate
+    # The sum of all trees, as the mean that a forest is.
+    trees = [_tree(each.tree_, first + times * each.tree_.value[:, 0, 0]) for each in model.estimators_[:, 0]]
+    return _surrogate(forest_of(trees), None, rows, in_logarithms=True)
 
 
-def capacity_tree(rows: Dataset, num_jobs: int | None = -1, *, max_rules: int = MAX_RULES) -> Surrogate:
+def capacity_tree(rows: Dataset, *, max_rules: int = MAX_RULES) -> Surrogate:
     """Return one tree, of at most `max_rules`, of what a GPU serves at most."""
     _check(rows)
     _models(ModelKind.FOREST)
-    model = capacity.fit_tree(rows, max_rules, num_jobs).tree_
+    model = capacity.fit_tree(rows, max_rules).tree_
     tree = _tree(model, np.exp(model.value[:, 0, 0]))
     return _surrogate(forest_of([collapsed(tree)]), None, rows)
 
@@ -185,13 +189,16 @@ def forest_surrogate(trained: Trained, rows: Dataset) -> Surrogate:
     return _surrogate(_regression_forest(trained.throughput), _class_forest(trained.starvation), rows)
 
 
-def _surrogate(throughput: Forest, starvation: Forest | None, rows: Dataset) -> Surrogate:
+def _surrogate(
+    throughput: Forest, starvation: Forest | None, rows: Dataset, *, in_logarithms: bool = False
+) -> Surrogate:
     return Surrogate(
         engine=EngineKind.SLOTS,
         trained_on=rows.trained_on,
         ranges=np.stack((rows.features.min(axis=0), rows.features.max(axis=0)), axis=1),
         throughput=throughput,
         starvation=starvation,
+        in_logarithms=in_logarithms,
     )
 
 

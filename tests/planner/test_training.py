@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small import NAMES, made_up, random_features
 
-from loraplex.planner.capacity import fit_forest
+from loraplex.planner.capacity import fit_boosted
 from loraplex.planner.dataset import DatasetError
 from loraplex.planner.rules import compiled_rules, rules_source
 from loraplex.planner.searches import ModelKind, Search, class_options, regression_options
@@ -39,7 +39,7 @@ def forest() -> Trained:
 
 @pytest.fixture(scope="module")
 def small_tree() -> Surrogate:
-    return capacity_tree(made_up(), num_jobs=1)
+    return capacity_tree(made_up())
 
 
 def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_ranges_are_those_of_the_rows(forest: Trained) -> None:
 
 def test_a_capacity_forest_predicts_what_scikit_learn_does() -> None:
     rows = made_up()
-    model, found = fit_forest(rows, 1), capacity_forest(rows, 1)
-    wanted = np.mean([np.exp(each.predict(ROWS)) for each in model.estimators_], axis=0)
-    assert found.throughput.values(ROWS) == pytest.approx(wanted)
+    found = capacity_forest(rows)
+    wanted = np.exp(fit_boosted(rows).predict(ROWS))
+    assert np.exp(found.throughput.values(ROWS)) == pytest.approx(wanted)
     offered_tok_s = found.trained_on.request_tokens * ROWS[:, 1].astype(np.float64)
     predicted, starved = found.predict_all(ROWS)
     assert predicted == pytest.approx(np.minimum(wanted, offered_tok_s))
@@ -80,9 +80,9 @@ def test_a_capacity_forest_predicts_what_scikit_learn_does() -> None:
 
 def test_what_runs_that_kept_up_have_served_is_what_a_gpu_can() -> None:
     rows = made_up()
-    found = capacity_forest(rows, 1)
+    found = capacity_forest(rows)
     kept_up = rows.throughput_tok_s == rows.offered_tok_s
-    predicted = found.throughput.values(rows.features[kept_up].astype(np.float32))
+    predicted = np.exp(found.throughput.values(rows.features[kept_up].astype(np.float32)))
     assert (predicted > 0.9 * rows.offered_tok_s[kept_up]).mean() > 0.9
 
 
@@ -131,7 +131,7 @@ def test_other_models_are_trained_to_compare_with(kind: ModelKind) -> None:
 
 
 def test_training_is_the_same_again(small_tree: Surrogate) -> None:
-    again = capacity_tree(made_up(), num_jobs=1)
+    again = capacity_tree(made_up())
     assert (again.throughput.number == small_tree.throughput.number).all()
 
 
