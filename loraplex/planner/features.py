@@ -43,6 +43,7 @@ FEATURE_UNITS: Final = {
     "sum_bytes": "bytes of all adapters",
 }
 SUM_RATE: Final = _OF_ADAPTERS.index("sum_rate")
+MAX_SIZE: Final = _OF_ADAPTERS.index("max_size")
 
 
 def slot_features(adapters: Sequence[AdapterDemand], num_slots: int) -> Features:

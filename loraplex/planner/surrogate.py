@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, SUM_RATE, EngineKind, Features, slot_features
+from loraplex.planner.features import FEATURE_NAMES, MAX_SIZE, SUM_RATE, EngineKind, Features, slot_features
 from loraplex.planner.judge import Verdict
 from loraplex.planner.trained_on import TrainedOn, fingerprint
 from loraplex.planner.trees import Forest, forest_value
@@ -111,9 +111,9 @@ class SurrogateJudge:
         assert num_slots is not None, "an engine with slots"
         if not adapters:
             return Verdict(0.0, False)
-        if not self.fits(max(each.rank for each in adapters), num_slots):
-            return Verdict(0.0, True)
         features = slot_features(adapters, num_slots)
+        if not self.fits(int(features[MAX_SIZE]), num_slots):
+            return Verdict(0.0, True)
         found = self._surrogate.predict(features)
         if found.outside:
             self._remember(features, found.outside)
