@@ -52,7 +52,7 @@ class SteadyStateJudge:
         self._output, output_square = length_moments(demand.output_tokens)
         # A token of an answer is more likely one of a long answer: these attend to more than the mean.
         self._context = self._prompt + output_square / self._output / 2
-        self._request_tokens = self._prompt + self._output
+        self.request_tokens = self._prompt + self._output
 
     def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
         """See `Judge`."""
@@ -60,7 +60,7 @@ class SteadyStateJudge:
         if not adapters:
             return Verdict(0.0, False)
         rates, ranks = rates_and_ranks(adapters)
-        offered_tok_s = float(rates.sum()) * self._request_tokens
+        offered_tok_s = float(rates.sum()) * self.request_tokens
         most_tok_s = self.most_tok_s(rates, ranks)
         return Verdict(min(offered_tok_s, most_tok_s), most_tok_s < STARVED_BELOW * offered_tok_s)
 
@@ -81,7 +81,7 @@ class SteadyStateJudge:
             num_running = min(float(MAX_RUNNING), max(self._room_for(in_use_bytes), 1.0))
         in_use = -np.expm1(-num_running * shares)
         step_s = self._step_s(num_running, in_use, shares, sizes)
-        return MARGIN * num_running / (self._output * step_s) * self._request_tokens
+        return MARGIN * num_running / (self._output * step_s) * self.request_tokens
 
     def _room_for(self, adapter_bytes: float) -> float:
         """Return how many requests have memory for their tokens beside adapters of so many bytes."""
