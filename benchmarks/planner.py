@@ -72,7 +72,7 @@ from loraplex.planner.training import (
     train_forest,
     train_small_tree,
 )
-from loraplex.planner.trees import tree_of
+from loraplex.planner.trees import Forest, tree_of
 from loraplex.planner.trial import TwinJudge, most_of_base_model, run_gpu
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.predict_run import run_limits
@@ -80,7 +80,7 @@ from loraplex.twin.scores import in_authors_unit, macro_f1, smape
 
 RESULTS: Final = Path(__file__).parent / "results"
 FILE: Final = "planner.json"
-NUM_ROWS: Final = 1400
+NUM_ROWS: Final = 1200
 MOST_GPUS: Final = 4
 MOST_JUDGEMENTS: Final = 20_000
 CHECKED_S: Final = 1200.0
@@ -104,8 +104,7 @@ def small_tree(model: Model) -> Surrogate:
 
 def on_recorded(runs: Sequence[Recorded], throughput_tok_s: Any, is_starved: Any) -> dict[str, Any]:
     """Score predictions of runs that were measured."""
-    measured = [each.measured.total_tok_s for each in runs if each.measured is not None]
-    assert len(measured) == len(runs)
+    measured = [each.measured.total_tok_s for each in runs]
     starved = [not each.is_feasible for each in runs]
     return {
         "num_runs": len(runs),
@@ -116,15 +115,11 @@ def on_recorded(runs: Sequence[Recorded], throughput_tok_s: Any, is_starved: Any
     }
 
 
-def held_out_runs(data: Path, model: Model) -> list[Recorded]:
-    return [each for each in recorded_runs(data / HELD_OUT, model) if each.measured is not None]
-
-
 def surrogates(data: Path) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for model in MODELS:
         rows, held_out = split(dataset_of(model, NUM_ROWS))
-        runs = held_out_runs(data, model)
+        runs = recorded_runs(data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])
         began_s = time.perf_counter()
         ours = forest(model)
@@ -164,23 +159,26 @@ def rules(data: Path) -> dict[str, Any]:
         began_s = time.perf_counter()
         found = small_tree(model)
         train_s = time.perf_counter() - began_s
-        runs = held_out_runs(data, model)
+        runs = recorded_runs(data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])
         cases[model.name] = {
             **on_recorded(runs, *found.predict_all(features)),
             "simulated": dict(found.accuracy),
-            "num_rules": found.throughput.num_rules,
+            "num_rules": [each.num_rules for each in _trees(found)],
             "train_s": train_s,
-            "prediction_ns": _nanoseconds(found, features),
+            "prediction_ns": [_nanoseconds(each, found.feature_names, features) for each in _trees(found)],
         }
     return {"models": cases}
 
 
-def _nanoseconds(found: Surrogate, features: Any) -> float:
+def _trees(found: Surrogate) -> tuple[Forest, Forest]:
+    assert found.starvation is not None
+    return found.throughput, found.starvation
+
+
+def _nanoseconds(forest: Forest, names: Sequence[str], features: Any) -> float:
     """Return the time of a prediction by the compiled rules, called from compiled code."""
-    predict = compiled_rules(
-        rules_source(tree_of(found.throughput), found.feature_names, "predict"), "predict"
-    )
+    predict = compiled_rules(rules_source(tree_of(forest), names, "predict"), "predict")
 
     @numba.njit  # type: ignore[untyped-decorator]
     def many(rows: Any, times: int) -> float:
@@ -308,7 +306,7 @@ def recorded(data: Path) -> dict[str, Any]:
         runs = recorded_runs(data / ALL_RUNS, model)
         held_out = {each.setup.key for each in recorded_runs(data / HELD_OUT, model)}
         profile, surrogate = profile_of(model), forest(model)
-        rights: list[tuple[bool, bool, bool]] = []
+        rights: list[tuple[bool, bool]] = []
         for each in runs:
             setup = each.setup
             fits = run_limits(
@@ -320,14 +318,13 @@ def recorded(data: Path) -> dict[str, Any]:
                 max_running=setup.max_running,
             )
             foretold = fits is not None and not surrogate.predict(features_of_run(setup)).is_starved
-            rights.append((foretold == each.is_feasible, each.measured is None, setup.key in held_out))
+            rights.append((foretold == each.is_feasible, setup.key in held_out))
         cases[model.name] = {
             "num_runs": len(runs),
             "num_feasible": sum(each.is_feasible for each in runs),
-            "num_out_of_memory": sum(out for _, out, _ in rights),
-            "num_right": sum(right for right, _, _ in rights),
-            "num_held_out": sum(held for *_, held in rights),
-            "num_held_out_right": sum(right for right, _, held in rights if held),
+            "num_right": sum(right for right, _ in rights),
+            "num_held_out": sum(held for _, held in rights),
+            "num_held_out_right": sum(right for right, held in rights if held),
         }
     return {"models": cases}
 

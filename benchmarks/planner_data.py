@@ -6,9 +6,7 @@ continued there if they are asked for with more rows.
 
 from __future__ import annotations
 
-import csv
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -20,9 +18,9 @@ from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.dataset import Dataset, Simulated, make_dataset, read_dataset
 from loraplex.planner.features import Features, features_of
+from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.recorded_runs import Measured, RunSetup, read_runs
 from loraplex.twin.run_workload import Lengths
-from loraplex.workload.text_files import read_lines
 
 CACHE: Final = Path(__file__).parent / ".cache"
 HELD_OUT: Final = "agullo_digital_twin_vs_real.csv.gz"
@@ -48,10 +46,10 @@ MODELS: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A recorded run. `is_feasible`: it started, and served 0.9 of what it was sent."""
+    """A recorded run. `is_feasible`: it served 0.9 of what it was sent."""
 
     setup: RunSetup
-    measured: Measured | None
+    measured: Measured
     offered_tok_s: float
     is_feasible: bool
 
@@ -76,13 +74,12 @@ def dataset_of(model: Model, num_rows: int) -> Dataset:
 
 
 def recorded_runs(path: Path, model: Model) -> list[Recorded]:
-    """Return the runs of an hour of chats that were completed, or failed for want of memory."""
+    """Return the runs of an hour of chats that were completed."""
     if not path.is_file():
         raise UserError(
             f"{path} is not there: the sections `surrogates` and `recorded` need the recorded runs of the "
             "authors of the digital twin; give their folder by --data"
         )
-    failed = dict(_failures(path))
     runs = read_runs(path)
     found = []
     for setup in runs.setups:
@@ -90,7 +87,7 @@ def recorded_runs(path: Path, model: Model) -> list[Recorded]:
         if setup.model != model.recorded or setup.duration_s != HOUR_S or not is_chat:
             continue
         measured = runs.measured.get(setup.key)
-        if measured is None and failed.get(setup.key) != "oom":
+        if measured is None:
             continue
         offered_tok_s = setup.offered_rps * sum(model.lengths)
         found.append(
@@ -98,7 +95,7 @@ def recorded_runs(path: Path, model: Model) -> list[Recorded]:
                 setup=setup,
                 measured=measured,
                 offered_tok_s=offered_tok_s,
-                is_feasible=measured is not None and measured.total_tok_s >= 0.9 * offered_tok_s,
+                is_feasible=measured.total_tok_s >= STARVED_BELOW * offered_tok_s,
             )
         )
     return found
@@ -110,9 +107,3 @@ def features_of_run(setup: RunSetup) -> Features:
     ranks = np.resize(np.array(setup.ranks, np.float64), len(rates))
     ranks[0] = setup.max_rank
     return features_of(rates, ranks, setup.num_slots)
-
-
-def _failures(path: Path) -> Iterator[tuple[str, str]]:
-    for row in csv.DictReader(line for _, line in read_lines(path)):
-        key = row.get("experiment") or row.get("key") or ""
-        yield key.removeprefix("digital_twin_modelling/real_results/"), row["fail_reason"]

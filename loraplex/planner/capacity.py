@@ -14,11 +14,14 @@ follow that with far fewer runs than the mean of trees does that a random forest
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from loraplex.planner.dataset import Dataset
+from loraplex.planner.features import STD_RATE, SUM_RATE, features_of
+from loraplex.planner.grid import draw, whole_grid
+from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.slot_state import Floats
 
 _KEPT_UP: Final = 0.97
@@ -27,10 +30,11 @@ _NEAR: Final = 0.3
 """Share of what the GPU can, by the fit so far, below which a run that kept up says nothing."""
 _NUM_FITS: Final = 2
 _SEED: Final = 0
-_WEIGHT_NEAR: Final = 0.3
-_WEIGHT_FAR: Final = 0.1
-"""Weights, in the fit of a small tree, of runs that kept up, with more or less than half of what a GPU
-can."""
+_WEIGHT_KEPT_UP: Final = 0.1
+"""Weight, for a small tree's throughput, of points where more could be served than is offered."""
+_NUM_DRAWN: Final = 6000
+_SPREAD: Final = 0.5
+"""Rates are scaled to what a GPU serves, more or less this, as a logarithm."""
 _LEAST_IN_LEAF: Final = 5
 
 
@@ -54,16 +58,48 @@ def fit_boosted(rows: Dataset) -> Any:
     return model
 
 
-def fit_tree(rows: Dataset, max_rules: int) -> Any:
-    """Return one tree of at most so many rules for the same, fitted to what boosted trees say of the rows."""
-    from sklearn.tree import DecisionTreeRegressor
+class Trees(NamedTuple):
+    """Small trees of scikit-learn. `throughput`: the logarithm of the tokens per second that a GPU serves at
+    most. `starvation`: whether it starves."""
 
-    most = _at_most(fit_boosted(rows), rows)
-    of_those = np.where(rows.offered_tok_s > most / 2, _WEIGHT_NEAR, _WEIGHT_FAR)
-    tree = DecisionTreeRegressor(
-        max_leaf_nodes=max_rules, min_samples_leaf=_LEAST_IN_LEAF, random_state=_SEED
+    throughput: Any
+    starvation: Any
+
+
+def fit_trees(rows: Dataset, max_rules: int) -> Trees:
+    """Fit trees of at most so many rules each to what boosted trees say, of many more points than were
+    simulated: of the grid, and of the same with rates near what the GPU serves."""
+    from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
+
+    limits: dict[str, Any] = {
+        "max_leaf_nodes": max_rules,
+        "min_samples_leaf": _LEAST_IN_LEAF,
+        "random_state": _SEED,
+    }
+    boosted, request_tokens = fit_boosted(rows), rows.trained_on.request_tokens
+    features = _drawn_points(boosted, request_tokens)
+    most_tok_s = np.exp(boosted.predict(features))
+    offered_tok_s = request_tokens * features[:, SUM_RATE]
+    weights = np.where(most_tok_s < offered_tok_s, 1.0, _WEIGHT_KEPT_UP)
+    return Trees(
+        throughput=DecisionTreeRegressor(**limits).fit(features, np.log(most_tok_s), sample_weight=weights),
+        starvation=DecisionTreeClassifier(**limits).fit(features, most_tok_s < STARVED_BELOW * offered_tok_s),
     )
-    return tree.fit(rows.features, np.log(most), sample_weight=np.where(_kept_up(rows), of_those, 1.0))
+
+
+def _drawn_points(boosted: Any, request_tokens: float) -> Floats:
+    """Return features of points of the grid, and of the same points with scaled rates."""
+    rng, points = np.random.default_rng(_SEED), whole_grid()
+    drawn = [draw(points[place], rng) for place in rng.choice(len(points), _NUM_DRAWN, replace=False)]
+    of_grid = np.array(
+        [features_of(each.rates_rps, each.ranks, each.num_slots) for each in drawn], np.float64
+    )
+    scaled = of_grid.copy()
+    for _ in range(2):  # what a GPU serves at most changes a little with the rates
+        share = request_tokens * scaled[:, SUM_RATE] / np.exp(boosted.predict(scaled))
+        factor = np.exp(rng.uniform(-_SPREAD, _SPREAD, len(scaled))) / share
+        scaled[:, [SUM_RATE, STD_RATE]] *= factor[:, None]
+    return np.concatenate((of_grid, scaled))
 
 
 def _kept_up(rows: Dataset) -> Any:

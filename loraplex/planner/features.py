@@ -43,6 +43,7 @@ FEATURE_UNITS: Final = {
     "sum_bytes": "bytes of all adapters",
 }
 SUM_RATE: Final = _OF_ADAPTERS.index("sum_rate")
+STD_RATE: Final = _OF_ADAPTERS.index("std_rate")
 MAX_SIZE: Final = _OF_ADAPTERS.index("max_size")
 
 

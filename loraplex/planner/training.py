@@ -109,7 +109,7 @@ def train_small_tree(
     """Return a tree of at most 32 rules with its accuracy on rows that it was not trained on. `search`: as in
     `train_forest`."""
     rows, held_out = split(dataset)
-    found = capacity_tree(rows) if search is None else refine(rows, search, num_jobs, progress)
+    found = capacity_trees(rows) if search is None else refine(rows, search, num_jobs, progress)
     return replace(found, accuracy=surrogate_accuracy(found, held_out))
 
 
@@ -125,13 +125,14 @@ def capacity_forest(rows: Dataset) -> Surrogate:
     return _surrogate(forest_of(trees), None, rows, in_logarithms=True)
 
 
-def capacity_tree(rows: Dataset, *, max_rules: int = MAX_RULES) -> Surrogate:
-    """Return one tree, of at most `max_rules`, of what a GPU serves at most."""
+def capacity_trees(rows: Dataset, *, max_rules: int = MAX_RULES) -> Surrogate:
+    """Return a tree of what a GPU serves at most, and one of whether it starves, of at most `max_rules`."""
     _check(rows)
     _models(ModelKind.FOREST)
-    model = capacity.fit_tree(rows, max_rules).tree_
-    tree = _tree(model, np.exp(model.value[:, 0, 0]))
-    return _surrogate(forest_of([collapsed(tree)]), None, rows)
+    throughput, starvation = (each.tree_ for each in capacity.fit_trees(rows, max_rules))
+    most = _tree(throughput, np.exp(throughput.value[:, 0, 0]))
+    starves = _tree(starvation, (_shares(starvation, 1) > STARVED_ABOVE).astype(np.float64))
+    return _surrogate(forest_of([collapsed(most)]), forest_of([collapsed(starves)]), rows)
 
 
 def train(

@@ -18,7 +18,7 @@ from loraplex.planner.surrogate_json import read_surrogate, write_surrogate
 from loraplex.planner.training import (
     Trained,
     capacity_forest,
-    capacity_tree,
+    capacity_trees,
     forest_surrogate,
     refine,
     split,
@@ -39,7 +39,7 @@ def forest() -> Trained:
 
 @pytest.fixture(scope="module")
 def small_tree() -> Surrogate:
-    return capacity_tree(made_up())
+    return capacity_trees(made_up())
 
 
 def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_path: Path) -> None:
@@ -89,7 +89,9 @@ def test_what_runs_that_kept_up_have_served_is_what_a_gpu_can() -> None:
 def test_a_small_tree_has_few_rules_and_is_not_much_worse(small_tree: Surrogate) -> None:
     assert len(small_tree.throughput.roots) == 1
     assert small_tree.throughput.num_rules <= 32
-    assert small_tree.starvation is None
+    assert small_tree.starvation is not None
+    assert small_tree.starvation.num_rules <= 32
+    assert set(small_tree.starvation.number[small_tree.starvation.feature < 0]) == {0.0, 1.0}
     found = surrogate_accuracy(small_tree, made_up(seed=1))
     assert found["throughput_smape_authors_unit"] < 5
     assert found["starvation_macro_f1"] > 0.85
@@ -103,10 +105,11 @@ def test_the_papers_small_trees_have_few_rules() -> None:
 
 
 def test_rules_of_a_trained_tree_are_the_tree(small_tree: Surrogate) -> None:
-    forest = small_tree.throughput
-    predict = compiled_rules(rules_source(tree_of(forest), NAMES, "predict"), "predict")
-    values = [predict(*row) for row in ROWS.astype(np.float64).tolist()]
-    assert values == forest.values(ROWS).tolist()
+    assert small_tree.starvation is not None
+    for forest in (small_tree.throughput, small_tree.starvation):
+        predict = compiled_rules(rules_source(tree_of(forest), NAMES, "predict"), "predict")
+        values = [predict(*row) for row in ROWS.astype(np.float64).tolist()]
+        assert values == forest.values(ROWS).tolist()
 
 
 @pytest.mark.parametrize("train_one", [train_forest, train_small_tree])
@@ -131,7 +134,7 @@ def test_other_models_are_trained_to_compare_with(kind: ModelKind) -> None:
 
 
 def test_training_is_the_same_again(small_tree: Surrogate) -> None:
-    again = capacity_tree(made_up())
+    again = capacity_trees(made_up())
     assert (again.throughput.number == small_tree.throughput.number).all()
 
 
