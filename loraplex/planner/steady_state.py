@@ -30,7 +30,7 @@ from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.replay import MAX_RUNNING
 from loraplex.twin.slot_state import Floats
 
-MARGIN: Final = 0.96
+MARGIN: Final = 0.95
 """Share of the computed throughput that is relied on: in runs of minutes, the twin serves 0.97 to 0.99 of
 it."""
 _UNLIKELY: Final = 1e-4
