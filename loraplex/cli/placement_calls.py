@@ -41,13 +41,7 @@ def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
     UserError if there are more or fewer replicas than GPUs."""
     from loraplex.planner.placement_steps import placement_of
 
-    if len(plan.gpus) != len(replicas):
-        num_gpus, num_replicas = len(plan.gpus), len(replicas)
-        raise UserError(
-            f"the plan is for {num_gpus} {plural('GPU', num_gpus)}, and the fleet has {num_replicas} "
-            f"{plural('replica', num_replicas)}; make one for as many (`loraplex plan make --gpus "
-            f"{num_replicas}`), or change the fleet (`loraplex fleet scale {num_gpus}`)"
-        )
+    check_num_gpus(plan, replicas)
     ranks = {each.name: each.rank for gpu in plan.gpus for each in gpu.adapters}
     return {
         "replicas": replicas,
@@ -61,6 +55,20 @@ def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
             for name, entry in placement_of(plan).items()
         ],
     }
+
+
+def check_num_gpus(plan: Plan, replicas: list[int]) -> None:
+    """Raise UserError unless a fleet has as many replicas as a plan has GPUs."""
+    num_gpus, num_replicas = len(plan.gpus), len(replicas)
+    if num_gpus == num_replicas:
+        return
+    # Packers that fill one GPU after the other leave the rest out of the plan.
+    packer = " --packer least-rate" if num_gpus < num_replicas else ""
+    raise UserError(
+        f"the plan is for {num_gpus} {plural('GPU', num_gpus)}, and the fleet has {num_replicas} "
+        f"{plural('replica', num_replicas)}; make one for as many (`loraplex plan make --gpus "
+        f"{num_replicas}{packer}`), or change the fleet (`loraplex fleet scale {num_gpus}`)"
+    )
 
 
 def _call(
