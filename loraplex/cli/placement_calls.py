@@ -12,6 +12,7 @@ from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from loraplex.fleet.plan import Entry
     from loraplex.planner.plan import Plan
     from loraplex.server.responses import Placement
 
@@ -46,15 +47,18 @@ def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
     return {
         "replicas": replicas,
         "adapters": [
-            {
-                "lora_name": name,
-                "rank": ranks[name],
-                "replicas": [replicas[gpu] for gpu in entry.replicas],
-                "shares": [max(share, _LEAST_SHARE) for share in entry.shares],
-            }
+            {"lora_name": name, "rank": ranks[name], **_given(entry, replicas)}
             for name, entry in placement_of(plan).items()
         ],
     }
+
+
+def _given(entry: Entry, replicas: list[int]) -> dict[str, Any]:
+    """Return an adapter's replicas, and its shares if there are several: bodies have a limit of lists."""
+    given: dict[str, Any] = {"replicas": [replicas[gpu] for gpu in entry.replicas]}
+    if len(entry.replicas) > 1:
+        given["shares"] = [max(share, _LEAST_SHARE) for share in entry.shares]
+    return given
 
 
 def check_num_gpus(plan: Plan, replicas: list[int]) -> None:

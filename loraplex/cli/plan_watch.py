@@ -221,9 +221,10 @@ def _show_proposal(plan: Plan, look: Look, proposal: _Proposal | None) -> None:
         typer.echo(f"{number} {plural('GPU', number)} are needed for {HEADROOM:g} times that, as now")
         return
     cost, num_gpus = proposal.cost, len(proposal.plan.gpus)
+    before = "as many as now" if num_gpus == len(plan.gpus) else f"instead of {len(plan.gpus)}"
     typer.echo(
-        f"proposed: {num_gpus} {plural('GPU', num_gpus)} instead of {len(plan.gpus)}, for {HEADROOM:g} times "
-        f"these rates; the worst serves {proposal.least_served:.0%} of what is asked for"
+        f"proposed: {num_gpus} {plural('GPU', num_gpus)}, {before}, planned for {HEADROOM:g} times these "
+        f"rates; the worst serves {proposal.least_served:.0%} of what is asked for now"
     )
     typer.echo(
         f"it costs: {cost.num_moved:,} {plural('adapter', cost.num_moved)} to move, {cost.num_loads:,} "

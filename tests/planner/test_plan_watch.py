@@ -110,7 +110,7 @@ def test_fewer_gpus_are_proposed_where_they_do_with_room_to_spare(tmp_path: Path
     found = look(tmp_path, plan_of(*GPUS), fleet_of(rates, *GPUS))
     assert found.exit_code == 4, found
     assert "fewer GPUs may do" in found.output
-    assert "proposed: 1 GPU instead of 2" in found.output
+    assert "proposed: 1 GPU, instead of 2" in found.output
     assert "it gains: 1 GPU" in found.output
     assert "give --out FILE" in found.output
 
