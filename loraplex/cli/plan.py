@@ -14,18 +14,21 @@ from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.plan_demand import asked_demand, check_finite
-from loraplex.cli.plan_show import figures_of, show_plan, warn
+from loraplex.cli.plan_show import figures_of, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
 from loraplex.cli.plan_watch import watch
 from loraplex.cli.server_calls import ApiKey
+from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 
 if TYPE_CHECKING:
     from loraplex.perf.named_profiles import Profile
+    from loraplex.planner.alternatives import Alternative
     from loraplex.planner.check import PlanCheck
     from loraplex.planner.demand import Demand
+    from loraplex.planner.objectives import Objective
     from loraplex.planner.plan import Plan
     from loraplex.planner.surrogate import SurrogateJudge
 
@@ -36,8 +39,11 @@ app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _MOST_GPUS: Final = 10_000
-_STARVES: Final = 1
-"""Exit status of a check that finds a GPU starving."""
+_COMPARED_GPUS: Final = 8
+_MADE_SEEDS: Final = (1, 2, 3)
+"""Seeds that a new plan is simulated with, for its error bars: packers judge by seed 0."""
+_DOES_NOT_HOLD: Final = 1
+"""Exit status for a plan with a GPU that starves or misses a limit."""
 
 
 @app.command()
@@ -79,14 +85,32 @@ def make(
             "or dlora."
         ),
     ] = "max-pack",
+    slo_ttft: Annotated[
+        str | None,
+        typer.Option(help="Limit on each GPU's mean time to the first token: 10s or 500ms; default: none."),
+    ] = None,
+    slo_itl: Annotated[
+        str | None,
+        typer.Option(help="Limit on each GPU's mean time between tokens: 30ms or 0.03s; default: none."),
+    ] = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare",
+            help="Simulate one GPU more and one less, and the plans of the baselines; default: for up to "
+            f"{_COMPARED_GPUS} GPUs.",
+        ),
+    ] = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
 ) -> None:
-    """Plan which GPU serves which adapters, with how many slots, judged by the twin or a surrogate."""
+    """Plan which GPU serves which adapters, with how many slots, judged by the twin or a surrogate. The exit
+    status is 1 if a GPU of the plan starves all the same, or misses a limit."""
     inputs = tuple(path for path in (profile, workload, adapters, surrogate) if path is not None)
     check_writable(out, "--out", inputs=inputs)
     check_writable(json_out, inputs=(*inputs, out))
     check_picture(plot, inputs=(*inputs, out))
+    objective = _objective_of(slo_ttft, slo_itl)
     from loraplex.planner.make import make_plan
     from loraplex.planner.plan_file import write_plan
 
@@ -103,23 +127,29 @@ def make(
             packer=packer,
             num_gpus=gpus,
             judge=judge,
-            report=lambda num_asked: report("trying GPUs", 0.0),
+            objective=objective,
+            report=lambda num_asked: report("trying GPUs", None),
         )
     if judge is not None and (outside := judge.outside_range()):
         warn(f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}")
-    checked = _checked(plan, profile, seeds=(0,))
+    checked = _checked(plan, found, seeds=_MADE_SEEDS)
+    others = _alternatives(plan, found) if _is_compared(compare, plan) else []
 
     def draw(path: Path) -> None:
         from loraplex.cli.plan_plot import draw_plan
 
-        save_picture(path, draw_plan(plan))
+        save_picture(path, draw_plan(plan, checked))
 
     with files_saved(
         (out, lambda path: write_plan(path, plan)),
-        (json_out, lambda path: save_json(path, figures_of(checked))),
+        (json_out, lambda path: save_json(path, figures_of(checked, found, others))),
         (plot, draw),
     ):
-        show_plan(plan, checked)
+        show_plan(plan, checked, found)
+        if others:
+            show_alternatives(checked, others)
+    if not checked.holds:
+        raise typer.Exit(_DOES_NOT_HOLD)
 
 
 @app.command()
@@ -127,7 +157,7 @@ def show(plan: PlanPath) -> None:
     """Print which GPU serves which adapters."""
     from loraplex.planner.plan_file import read_plan
 
-    show_plan(read_plan(plan), None)
+    show_plan(read_plan(plan))
 
 
 @app.command()
@@ -141,17 +171,27 @@ def check(
     json_out: JsonPath = None,
 ) -> None:
     """Simulate a plan on traffic that it was not made with. The exit status is 1 if a GPU starves: serves
-    less than 0.9 of the tokens that are offered."""
+    less than 0.9 of the tokens that are offered, or misses a limit that the plan was made for."""
     check_writable(json_out, inputs=(plan,))
     check_finite(seconds=seconds)
     from loraplex.planner.plan_file import read_plan
 
     read = read_plan(plan)
-    checked = _checked(read, profile or Path(read.profile), seeds=_seeds_of(seeds), seconds=seconds)
-    with files_saved((json_out, lambda path: save_json(path, figures_of(checked)))):
-        show_plan(read, checked)
-    if checked.starves:
-        raise typer.Exit(_STARVES)
+    found = read_profile_of(profile or Path(read.profile), None)
+    checked = _checked(read, found, seeds=_seeds_of(seeds), seconds=seconds)
+    with files_saved((json_out, lambda path: save_json(path, figures_of(checked, found)))):
+        show_plan(read, checked, found)
+    if not checked.holds:
+        raise typer.Exit(_DOES_NOT_HOLD)
+
+
+def _objective_of(slo_ttft: str | None, slo_itl: str | None) -> Objective:
+    from loraplex.planner.objectives import Objective
+
+    return Objective(
+        ttft_s=None if slo_ttft is None else parse_seconds(slo_ttft, "--slo-ttft", "10s or 500ms"),
+        itl_s=None if slo_itl is None else parse_seconds(slo_itl, "--slo-itl", "30ms or 0.03s"),
+    )
 
 
 def _judge_of(path: Path, profile: Profile, demand: Demand) -> SurrogateJudge:
@@ -181,18 +221,31 @@ def _seeds_of(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def _checked(plan: Plan, profile: Path, *, seeds: tuple[int, ...], seconds: float | None = None) -> PlanCheck:
-    from loraplex.planner.check import CHECKED_S, check_plan
+def _checked(
+    plan: Plan, profile: Profile, *, seeds: tuple[int, ...], seconds: float | None = None
+) -> PlanCheck:
+    from loraplex.planner.check import check_plan
 
-    found = read_profile_of(profile, None)
     with shown_progress("simulating the plan") as report:
         return check_plan(
             plan,
-            found,
+            profile,
             seeds=seeds,
-            duration_s=seconds or CHECKED_S,
+            duration_s=seconds,
+            with_most=True,
             report=lambda share: report("GPUs", share),
         )
+
+
+def _is_compared(asked: bool | None, plan: Plan) -> bool:
+    return len(plan.gpus) <= _COMPARED_GPUS if asked is None else asked
+
+
+def _alternatives(plan: Plan, profile: Profile) -> list[Alternative]:
+    from loraplex.planner.alternatives import alternatives
+
+    with shown_progress("comparing") as report:
+        return list(alternatives(plan, profile, report))
 
 
 app.command()(plan_apply.apply)

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from loraplex.planner.plan import whole_adapters
 
 if TYPE_CHECKING:
+    from loraplex.planner.check import PlanCheck
     from loraplex.planner.plan import Plan
 
 _WIDTH: Final = 0.8
@@ -20,7 +21,7 @@ _MANY: Final = 60
 """Adapters of a GPU above which blocks have no edges."""
 
 
-def draw_plan(plan: Plan) -> Figure:
+def draw_plan(plan: Plan, checked: PlanCheck | None = None) -> Figure:
     """Draw the offered tokens per second of each adapter, stacked by GPU with the largest ranks lowest."""
     figure = Figure(figsize=(max(6.0, min(0.5 * len(plan.gpus) + 3, 16.0)), 5), layout="constrained")
     axes = figure.subplots()

@@ -11,7 +11,9 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Judge, Verdict
+from loraplex.planner.objectives import NO_LIMITS, Objective
 from loraplex.planner.packing.dlora import DLoraPacking
+from loraplex.planner.packing.hardest import check_hardest
 from loraplex.planner.packing.improve import LocalImprovement
 from loraplex.planner.packing.judged import Judged
 from loraplex.planner.packing.least_gpus import least_gpus
@@ -33,8 +35,16 @@ PACKERS: Final = {
     "dlora": "dLoRA's proactive placement, with copies of busy adapters on several GPUs; a baseline",
 }
 """Name of each packer, and what it does."""
+BASELINES: Final = ("max-base", "max-base-half", "random", "dlora")
+"""Packers that ask no judge."""
+BASELINES_WITHOUT_SLOTS: Final = ("max-base", "random", "dlora")
+"""Baselines that differ on an engine without slots."""
 _SPREADS_BLINDLY: Final = ("random", "dlora")
-"""Packers that take all GPUs and ask nobody: a judge tells how few will do."""
+"""Baselines that take all GPUs: a judge tells how few will do."""
+_SPREADS: Final = ("least-rate", *_SPREADS_BLINDLY)
+"""Packers that do not tell how many GPUs they need."""
+_BEGIN_WITH: Final = 0.6
+"""Where to begin for these: a share of the GPUs that would be needed if adapters cost nothing."""
 _MOST_JUDGEMENTS: Final = 60
 """Most questions to the twin by which a packing is improved: each takes seconds."""
 _MOST_GPUS: Final = 10_000
@@ -67,6 +77,7 @@ def make_plan(
     packer: str,
     num_gpus: int | None,
     judge: Judge | None = None,
+    objective: Objective = NO_LIMITS,
     report: Callable[[int], None] = lambda num_asked: None,
 ) -> Plan:
     """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the twin. `report`: gets
@@ -75,13 +86,21 @@ def make_plan(
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
+    if objective.has_limits and not (judge is None or isinstance(judge, TwinJudge)):
+        raise PlanError(
+            "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave --surrogate out, "
+            "and the twin judges, or leave --slo-ttft and --slo-itl out"
+        )
     check_lengths(profile, demand)
-    counting = CountingJudge(judge or TwinJudge(profile, demand), report)
+    counting = CountingJudge(judge or TwinJudge(profile, demand, objective=objective), report)
     chosen = packer_of(packer, profile, demand, counting)
+    if judge is None and packer in ("least-rate", "random"):
+        check_hardest(demand, counting, has_slots=not isinstance(profile, CostModel))
     if num_gpus is None:
         if packer in _SPREADS_BLINDLY:
             chosen = Judged(packer=chosen, judge=counting)
-        gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))
+        most = min(_MOST_GPUS, len(demand.adapters))
+        gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
     else:
         gpus = chosen.pack(demand, num_gpus)
     return Plan(
@@ -90,7 +109,16 @@ def make_plan(
         packer=packer,
         prompt_tokens=demand.prompt_tokens,
         output_tokens=demand.output_tokens,
+        objective=objective,
     )
+
+
+def _fewest(packer: str, profile: Profile, demand: Demand) -> int:
+    """Return a number of GPUs to begin with, fewer than which certainly starve."""
+    if packer not in _SPREADS:
+        return 1
+    offered_tok_s = demand.offered_tok_s(demand.adapters)
+    return max(int(_BEGIN_WITH * offered_tok_s / most_of_base_model(profile, demand)), 1)
 
 
 def packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:

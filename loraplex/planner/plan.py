@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.objectives import NO_LIMITS, Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,10 @@ class GpuPlan:
     num_slots: int | None
 
     @property
+    def rate_rps(self) -> float:
+        return sum(each.rate_rps for each in self.adapters)
+
+    @property
     def max_rank(self) -> int:
         return max((each.rank for each in self.adapters), default=0)
 
@@ -25,13 +30,14 @@ class GpuPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A whole plan. `profile`, `packer`: names of what it was made with; `prompt_tokens`, `output_tokens`:
-    mean lengths of the requests that it was made for."""
+    mean lengths of the requests that it was made for; `objective`: what each GPU has to attain."""
 
     gpus: tuple[GpuPlan, ...]
     profile: str
     packer: str
     prompt_tokens: float
     output_tokens: float
+    objective: Objective = NO_LIMITS
 
 
 def whole_adapters(gpus: Iterable[GpuPlan]) -> tuple[AdapterDemand, ...]:

@@ -1,9 +1,11 @@
 """A plan as a file (JSON): who serves what, what it was made for, and by what.
 
 {"loraplex_plan": 1, "profile": ..., "packer": ..., "prompt_tokens": ..., "output_tokens": ...,
+ "objective": {"ttft_s": 0.5, "itl_s": null},
  "gpus": [{"num_slots": 64, "adapters": [{"name": ..., "rank": 16, "rate_rps": 0.1}, ...]}, ...]}
 
 An adapter on several GPUs has copies, each with the part of its rate that its GPU gets.
+Without an "objective" nobody may starve, and that is all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, Final
 from loraplex.core.errors import StorageError
 from loraplex.core.whole_file import write_whole
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
 
 VERSION: Final = 1
@@ -33,6 +36,7 @@ def write_plan(path: Path, plan: Plan) -> None:
         "packer": plan.packer,
         "prompt_tokens": plan.prompt_tokens,
         "output_tokens": plan.output_tokens,
+        **({"objective": asdict(plan.objective)} if plan.objective.has_limits else {}),
         "gpus": [asdict(gpu) for gpu in plan.gpus],
     }
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -73,7 +77,17 @@ def _plan_of(document: Mapping[str, Any]) -> Plan:
         packer=_text(document["packer"], "packer"),
         prompt_tokens=_positive(document["prompt_tokens"], "prompt_tokens"),
         output_tokens=_positive(document["output_tokens"], "output_tokens"),
+        objective=_objective_of(document.get("objective", {})),
     )
+
+
+def _objective_of(fields: object) -> Objective:
+    if not isinstance(fields, dict):
+        raise ValueError("objective is no object")
+    if unknown := fields.keys() - {"ttft_s", "itl_s"}:
+        raise ValueError(f"the objective has {min(unknown)!r}, which this loraplex does not know")
+    limits = {key: _positive(value, key) for key, value in fields.items() if value is not None}
+    return Objective(**limits)
 
 
 def _check_copies(gpus: Sequence[GpuPlan]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from loraplex.core.errors import StorageError
 from loraplex.planner.demand import AdapterDemand, PlanError
+from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of, read_plan, write_plan
 
@@ -30,6 +31,9 @@ PLAN = Plan(
 def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", PLAN)
     assert read_plan(tmp_path / "plan.json") == PLAN
+    with_limit = replace(PLAN, objective=Objective(ttft_s=0.5))
+    write_plan(tmp_path / "plan.json", with_limit)
+    assert read_plan(tmp_path / "plan.json") == with_limit
     assert demand_of(PLAN).offered_tok_s(demand_of(PLAN).adapters) == pytest.approx(0.5 * 300.5)
 
 
@@ -81,6 +85,9 @@ def changed(**changes: Any) -> dict[str, Any]:
             "copies of adapter 'a' have different ranks",
         ),
         (changed(gpus=[1]), "is a broken plan"),
+        (changed(objective=7), "objective is no object"),
+        (changed(objective={"itl_s": -1}), "itl_s is not a number above 0"),
+        (changed(objective={"e2e_s": 1}), "has 'e2e_s', which this loraplex does not know"),
     ],
 )
 def test_a_broken_plan_is_refused(tmp_path: Path, document: object, words: str) -> None:

@@ -15,6 +15,7 @@ from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.planner.demand import AdapterDemand, Demand
+from loraplex.planner.judge import Verdict
 from loraplex.planner.packing.packer import check_num_gpus, starves_alone
 from loraplex.planner.plan import GpuPlan
 
@@ -49,7 +50,7 @@ class DLoraPacking:
     def _problem(self, demand: Demand, num_gpus: int) -> PlacementProblem:
         largest = max(demand.adapters, key=lambda each: each.rank)
         if self.memory_of_rank(largest.rank) > self.memory:
-            raise starves_alone(largest, demand, 0.0)
+            raise starves_alone(largest, demand, Verdict(0.0, True))
         ranks = [each.rank for each in demand.adapters]
         held = [largest.rank] * len(ranks) if self.has_slots else ranks
         return PlacementProblem(

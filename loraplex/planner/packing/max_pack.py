@@ -126,8 +126,8 @@ class MaxPack:
 
     def _not_served(self, adapter: AdapterDemand, demand: Demand) -> PlanError:
         if not self.has_slots:
-            return starves_alone(adapter, demand, self.judge.judge([adapter], None).throughput_tok_s)
+            return starves_alone(adapter, demand, self.judge.judge([adapter], None))
         fewest = SLOT_COUNTS[0]
         if not self.judge.fits(adapter.rank, fewest):
             return no_room_for_slots(adapter, fewest)
-        return starves_alone(adapter, demand, self.judge.judge([adapter], fewest).throughput_tok_s)
+        return starves_alone(adapter, demand, self.judge.judge([adapter], fewest))

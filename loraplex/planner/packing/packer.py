@@ -52,8 +52,15 @@ def too_few_gpus(num_gpus: int, num_left: int, num_adapters: int, num_needed: in
     )
 
 
-def starves_alone(adapter: AdapterDemand, demand: Demand, served_tok_s: float) -> PlanError:
+def starves_alone(adapter: AdapterDemand, demand: Demand, verdict: Verdict) -> PlanError:
     """Return the error for an adapter that no GPU serves, even with no other beside it."""
+    served_tok_s = verdict.throughput_tok_s
+    if verdict.missed:
+        return PlanError(
+            f"adapter {adapter.name!r} misses the objective even alone on a GPU: "
+            f"{' and '.join(verdict.missed)}; give a higher limit, lower its rate of {adapter.rate_rps:g} "
+            "requests/s, or take faster GPUs"
+        )
     if served_tok_s <= 0:
         return PlanError(
             f"adapter {adapter.name!r} (rank {adapter.rank}) is larger than a GPU has memory for beside "
@@ -80,7 +87,12 @@ def _starves_together(
 ) -> PlanError | NotEnoughGpusError:
     """Return the error for a GPU that starves with the adapters that it was given."""
     if len(plan.adapters) == 1:
-        return starves_alone(plan.adapters[0], demand, verdict.throughput_tok_s)
+        return starves_alone(plan.adapters[0], demand, verdict)
+    if verdict.missed:
+        return NotEnoughGpusError(
+            f"too few GPUs ({num_gpus}): one with {len(plan.adapters)} adapters misses the objective: "
+            f"{' and '.join(verdict.missed)}; give more GPUs, or a higher limit"
+        )
     slots = "" if plan.num_slots is None else f" in {plan.num_slots} slots"
     return NotEnoughGpusError(
         f"too few GPUs ({num_gpus}): one starves with {len(plan.adapters)} "
