@@ -20,7 +20,7 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 _JUDGED_REQUESTS: Final = 3000
 _MOST_JUDGED: Final = 50_000
-_JUDGED_S: Final = (60.0, 3600.0)
+_JUDGED_S: Final = (600.0, 3600.0)
 """A packer's choices are judged by about so many requests, and by simulations of so many seconds: of fewer,
 if there would be `_MOST_JUDGED` requests, which no GPU serves in time."""
 _OVERLOAD_S: Final = 60.0
