@@ -116,8 +116,8 @@ def train_small_tree(
 
 
 def _with_accuracy(dataset: Dataset, fit: Callable[[Dataset], Surrogate], *, is_quick: bool) -> Surrogate:
-    """Fit most rows, and measure the accuracy on the others. If that is quick, return a fit of all rows, which
-    is no worse."""
+    """Fit most rows, and measure the accuracy on the others. If that is quick, return a fit of all rows,
+    which is no worse."""
     rows, held_out = split(dataset)
     found = fit(rows)
     measured = surrogate_accuracy(found, held_out)
