@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.planner.demand import AdapterDemand, Demand
 from loraplex.planner.judge import Verdict
+from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.plan import GpuPlan
 from loraplex.planner.steady_state import MARGIN, SteadyStateJudge
 from loraplex.planner.trial import run_gpu
@@ -64,3 +66,15 @@ def test_adapters_too_large_for_the_memory_starve() -> None:
 
 def test_no_adapters_ask_for_nothing() -> None:
     assert SteadyStateJudge(own_profile(), demand((8,), 1.0)).judge([], None) == Verdict(0.0, False)
+
+
+def test_a_gpu_without_slots_gets_as_many_as_it_serves_and_not_one_more() -> None:
+    asked = demand((64,) * 200, 1000.0)
+    judge = SteadyStateJudge(own_profile(), asked)
+    plans = MaxPack(judge=judge, has_slots=False).pack(asked, 100)
+    assert sorted(each.name for plan in plans for each in plan.adapters) == sorted(
+        each.name for each in asked.adapters
+    )
+    for plan, following in pairwise(plans):
+        assert not judge.judge(plan.adapters, None).is_starved
+        assert judge.judge([*plan.adapters, following.adapters[0]], None).is_starved
