@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Final
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from loraplex.planner.plan import whole_adapters
+
 if TYPE_CHECKING:
+    from loraplex.planner.check import PlanCheck
     from loraplex.planner.plan import Plan
 
 _WIDTH: Final = 0.8
@@ -18,7 +21,7 @@ _MANY: Final = 60
 """Adapters of a GPU above which blocks have no edges."""
 
 
-def draw_plan(plan: Plan) -> Figure:
+def draw_plan(plan: Plan, checked: PlanCheck | None = None) -> Figure:
     """Draw the offered tokens per second of each adapter, stacked by GPU with the largest ranks lowest."""
     figure = Figure(figsize=(max(6.0, min(0.5 * len(plan.gpus) + 3, 16.0)), 5), layout="constrained")
     axes = figure.subplots()
@@ -45,7 +48,7 @@ def draw_plan(plan: Plan) -> Figure:
                 )
                 labelled.add(rank)
                 bottom += height
-    axes.set_title(f"{sum(len(gpu.adapters) for gpu in plan.gpus):,} adapters on {len(plan.gpus)} GPUs")
+    axes.set_title(f"{len(whole_adapters(plan.gpus)):,} adapters on {len(plan.gpus)} GPUs")
     axes.set_xlabel("GPU")
     axes.set_ylabel("offered tokens per second, prompts and answers")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -73,7 +73,7 @@ class AskedSlo(NamedTuple):
 
 def parse_slo(slo_tpt: str | None, slo_tpot: str | None, slo_ttft: str | None) -> AskedSlo:
     """Parse all options. Raises a usage error that names the wrong one."""
-    ttft_s = None if slo_ttft is None else _parse_ttft(slo_ttft)
+    ttft_s = None if slo_ttft is None else parse_seconds(slo_ttft, "--slo-ttft", "10s or 500ms")
     tpot = None if slo_tpot is None else _parse_pace(slo_tpot, "--slo-tpot")
     if slo_tpt is None:
         slo_tpt = _DEFAULT_TPT if slo_tpot is None and slo_ttft is None else None
@@ -84,12 +84,12 @@ def _parse_pace(text: str, option: str) -> _Limit:
     return _parse(text, option, "1.5x for a multiple of what the base model takes alone, or 30ms or 0.03s")
 
 
-def _parse_ttft(text: str) -> float:
-    amount, unit = _parse(text, "--slo-ttft", "10s or 500ms")
+def parse_seconds(text: str, option: str, examples: str) -> float:
+    """Parse a limit that cannot be a multiple. Raises a usage error that names the option."""
+    amount, unit = _parse(text, option, examples)
     if unit == _MULTIPLE:
         raise typer.BadParameter(
-            f"{text!r} is a multiple, which has no meaning here, as prompts differ; write 10s or 500ms",
-            param_hint="--slo-ttft",
+            f"{text!r} is a multiple, which has no meaning here; write {examples}", param_hint=option
         )
     return amount / _PER_SECOND[unit]
 

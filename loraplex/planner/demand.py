@@ -14,7 +14,8 @@ class PlanError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDemand:
-    """One adapter. `rate_rps`: its requests per second."""
+    """One adapter, or in a plan its copy on one GPU. `rate_rps`: its requests per second; of a copy, those
+    that its GPU gets."""
 
     name: str
     rank: int

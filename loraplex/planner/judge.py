@@ -10,10 +10,12 @@ from loraplex.planner.demand import AdapterDemand
 
 class Verdict(NamedTuple):
     """Prediction for one GPU. `throughput_tok_s`: prompt and answer tokens that it serves; `is_starved`: that
-    is less than 0.9 of what is offered, or the adapters do not fit its memory."""
+    is less than 0.9 of what is offered, or the adapters do not fit its memory, or it misses a limit of the
+    objective; `missed`: these limits, in words."""
 
     throughput_tok_s: float
     is_starved: bool
+    missed: tuple[str, ...] = ()
 
 
 class Judge(Protocol):

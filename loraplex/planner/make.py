@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Judge, Verdict
+from loraplex.planner.objectives import NO_LIMITS, Objective
+from loraplex.planner.packing.dlora import DLoraPacking
+from loraplex.planner.packing.hardest import check_hardest
 from loraplex.planner.packing.improve import LocalImprovement
+from loraplex.planner.packing.judged import Judged
 from loraplex.planner.packing.least_gpus import least_gpus
 from loraplex.planner.packing.least_rate import LeastRate
 from loraplex.planner.packing.max_base import MaxBase
@@ -18,6 +23,7 @@ from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.packing.packer import Packer
 from loraplex.planner.packing.random_packing import RandomPacking
 from loraplex.planner.plan import Plan
+from loraplex.planner.steady_state import SteadyStateJudge
 from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
 PACKERS: Final = {
@@ -27,10 +33,23 @@ PACKERS: Final = {
     "max-base": "fills GPUs to what the base model serves without adapters; a baseline",
     "max-base-half": "as max-base, with half as many slots as adapters; a baseline",
     "random": "puts each adapter on a GPU by chance; a baseline",
+    "dlora": "dLoRA's proactive placement, with copies of busy adapters on several GPUs; a baseline",
 }
 """Name of each packer, and what it does."""
+BASELINES: Final = ("max-base", "max-base-half", "random", "dlora")
+"""Packers that ask no judge."""
+BASELINES_WITHOUT_SLOTS: Final = ("max-base", "random", "dlora")
+"""Baselines that differ on an engine without slots."""
+_SPREADS_BLINDLY: Final = ("random", "dlora")
+"""Baselines that take all GPUs: a judge tells how few will do."""
+_SPREADS: Final = ("least-rate", *_SPREADS_BLINDLY)
+"""Packers that do not tell how many GPUs they need."""
+_BEGIN_WITH: Final = 0.6
+"""Where to begin for these: a share of the GPUs that would be needed if adapters cost nothing."""
 _MOST_JUDGEMENTS: Final = 60
-"""Most questions to the twin by which a packing is improved: each takes seconds."""
+_MOST_QUICK_JUDGEMENTS: Final = 20_000
+"""Most questions by which a packing is improved: to the twin, which takes seconds for each, or to a quick
+judge."""
 _MOST_GPUS: Final = 10_000
 
 
@@ -61,17 +80,38 @@ def make_plan(
     packer: str,
     num_gpus: int | None,
     judge: Judge | None = None,
+    objective: Objective = NO_LIMITS,
     report: Callable[[int], None] = lambda num_asked: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the twin. `report`: gets
-    how often it was asked.
+    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
+    own engine, and the twin of others. `report`: gets how often it was asked.
 
+    Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
+    if objective.has_limits and not (judge is None or isinstance(judge, TwinJudge)):
+        raise PlanError(
+            "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave --surrogate out, "
+            "and the twin judges, or leave --slo-ttft and --slo-itl out"
+        )
     check_lengths(profile, demand)
-    chosen = _packer_of(packer, profile, demand, CountingJudge(judge or TwinJudge(profile, demand), report))
+    judge = judge or default_judge(profile, demand, objective)
+    is_quick = not isinstance(judge, TwinJudge)
+    counting = CountingJudge(judge, report)
+    chosen = packer_of(
+        packer,
+        profile,
+        demand,
+        counting,
+        most_judgements=_MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS,
+    )
+    if packer in ("least-rate", "random") and isinstance(judge, TwinJudge):
+        check_hardest(demand, counting, has_slots=not isinstance(profile, CostModel))
     if num_gpus is None:
-        gpus = least_gpus(chosen, demand, min(_MOST_GPUS, len(demand.adapters)))
+        if packer in _SPREADS_BLINDLY:
+            chosen = Judged(packer=chosen, judge=counting)
+        most = min(_MOST_GPUS, len(demand.adapters))
+        gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
     else:
         gpus = chosen.pack(demand, num_gpus)
     return Plan(
@@ -80,17 +120,37 @@ def make_plan(
         packer=packer,
         prompt_tokens=demand.prompt_tokens,
         output_tokens=demand.output_tokens,
+        objective=objective,
     )
 
 
-def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:
+def default_judge(profile: Profile, demand: Demand, objective: Objective = NO_LIMITS) -> Judge:
+    """Return the judge that needs no training."""
+    if isinstance(profile, CostModel) and not objective.has_limits:
+        return SteadyStateJudge(profile, demand)
+    return TwinJudge(profile, demand, objective=objective)
+
+
+def _fewest(packer: str, profile: Profile, demand: Demand) -> int:
+    """Return a number of GPUs to begin with, fewer than which certainly starve."""
+    if packer not in _SPREADS:
+        return 1
+    offered_tok_s = demand.offered_tok_s(demand.adapters)
+    return max(int(_BEGIN_WITH * offered_tok_s / most_of_base_model(profile, demand)), 1)
+
+
+def packer_of(
+    name: str, profile: Profile, demand: Demand, judge: Judge, *, most_judgements: int = _MOST_JUDGEMENTS
+) -> Packer:
+    """Return the packer of that name. `most_judgements`: for those that improve. Raises PlanError if there is
+    none."""
     has_slots = not isinstance(profile, CostModel)
     match name:
         case "max-pack":
             return MaxPack(judge=judge, has_slots=has_slots)
         case "improved":
             packer = MaxPack(judge=judge, has_slots=has_slots)
-            return LocalImprovement(packer=packer, judge=judge, most_judgements=_MOST_JUDGEMENTS)
+            return LocalImprovement(packer=packer, judge=judge, most_judgements=most_judgements)
         case "least-rate":
             return LeastRate(judge=judge, has_slots=has_slots)
         case "max-base" | "max-base-half":
@@ -99,5 +159,27 @@ def _packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Pac
             return MaxBase(base_tok_s=most_tok_s, slots_per_adapter=share if has_slots else None)
         case "random":
             return RandomPacking(seed=0, has_slots=has_slots)
+        case "dlora":
+            return _dlora(profile)
         case _:
             raise PlanError(unknown_name("packer", name, PACKERS))
+
+
+def _dlora(profile: Profile) -> DLoraPacking:
+    if isinstance(profile, CostModel):
+        has = profile.memory
+        if has is None or has.arena_bytes is None:
+            raise PlanError(
+                "dLoRA's placement is about memory that adapters share with requests, and this profile is of "
+                "an engine where they do not; choose another --packer"
+            )
+        return DLoraPacking(
+            memory=has.arena_bytes,
+            memory_of_rank=lambda rank: has.adapter_bytes(rank, GROUPS["qkv"]),
+            has_slots=False,
+        )
+    tokens = profile.memory
+    return DLoraPacking(
+        memory=round(tokens.tokens),
+        memory_of_rank=lambda rank: max(round(tokens.slot_tokens + tokens.slot_rank_tokens * rank), 1),
+    )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.objectives import NO_LIMITS, Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuPlan:
-    """One GPU. `num_slots`: adapters that it holds on the device at a time; None for an engine without
-    slots."""
+    """One GPU. `adapters`: each with the requests per second that this GPU gets, which are all of them unless
+    other GPUs have copies of it. `num_slots`: adapters that it holds on the device at a time; None for an
+    engine without slots."""
 
     adapters: tuple[AdapterDemand, ...]
     num_slots: int | None
+
+    @property
+    def rate_rps(self) -> float:
+        return sum(each.rate_rps for each in self.adapters)
 
     @property
     def max_rank(self) -> int:
@@ -23,10 +30,24 @@ class GpuPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A whole plan. `profile`, `packer`: names of what it was made with; `prompt_tokens`, `output_tokens`:
-    mean lengths of the requests that it was made for."""
+    mean lengths of the requests that it was made for; `objective`: what each GPU has to attain."""
 
     gpus: tuple[GpuPlan, ...]
     profile: str
     packer: str
     prompt_tokens: float
     output_tokens: float
+    objective: Objective = NO_LIMITS
+
+
+def whole_adapters(gpus: Iterable[GpuPlan]) -> tuple[AdapterDemand, ...]:
+    """Return the adapters of these GPUs, each once: its rate is that of all its copies. They are in the order
+    in which they come first."""
+    found: dict[str, AdapterDemand] = {}
+    for gpu in gpus:
+        for copy in gpu.adapters:
+            known = found.get(copy.name)
+            found[copy.name] = (
+                copy if known is None else replace(copy, rate_rps=known.rate_rps + copy.rate_rps)
+            )
+    return tuple(found.values())

@@ -1,14 +1,18 @@
 """A plan as a file (JSON): who serves what, what it was made for, and by what.
 
 {"loraplex_plan": 1, "profile": ..., "packer": ..., "prompt_tokens": ..., "output_tokens": ...,
+ "objective": {"ttft_s": 0.5, "itl_s": null},
  "gpus": [{"num_slots": 64, "adapters": [{"name": ..., "rank": 16, "rate_rps": 0.1}, ...]}, ...]}
+
+An adapter on several GPUs has copies, each with the part of its rate that its GPU gets.
+Without an "objective" nobody may starve, and that is all.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +20,8 @@ from typing import Any, Final
 from loraplex.core.errors import StorageError
 from loraplex.core.whole_file import write_whole
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
-from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.objectives import Objective
+from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
 
 VERSION: Final = 1
 _VERSION_KEY: Final = "loraplex_plan"
@@ -31,6 +36,7 @@ def write_plan(path: Path, plan: Plan) -> None:
         "packer": plan.packer,
         "prompt_tokens": plan.prompt_tokens,
         "output_tokens": plan.output_tokens,
+        **({"objective": asdict(plan.objective)} if plan.objective.has_limits else {}),
         "gpus": [asdict(gpu) for gpu in plan.gpus],
     }
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -64,17 +70,36 @@ def read_plan(path: Path) -> Plan:
 
 def _plan_of(document: Mapping[str, Any]) -> Plan:
     gpus = tuple(_gpu_of(fields) for fields in _list(document["gpus"], "gpus"))
-    names = [adapter.name for gpu in gpus for adapter in gpu.adapters]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"adapter {twice!r} is there twice")
+    _check_copies(gpus)
     return Plan(
         gpus=gpus,
         profile=_text(document["profile"], "profile"),
         packer=_text(document["packer"], "packer"),
         prompt_tokens=_positive(document["prompt_tokens"], "prompt_tokens"),
         output_tokens=_positive(document["output_tokens"], "output_tokens"),
+        objective=_objective_of(document.get("objective", {})),
     )
+
+
+def _objective_of(fields: object) -> Objective:
+    if not isinstance(fields, dict):
+        raise ValueError("objective is no object")
+    if unknown := fields.keys() - {"ttft_s", "itl_s"}:
+        raise ValueError(f"the objective has {min(unknown)!r}, which this loraplex does not know")
+    limits = {key: _positive(value, key) for key, value in fields.items() if value is not None}
+    return Objective(**limits)
+
+
+def _check_copies(gpus: Sequence[GpuPlan]) -> None:
+    ranks: dict[str, int] = {}
+    for number, gpu in enumerate(gpus):
+        here: set[str] = set()
+        for copy in gpu.adapters:
+            if copy.name in here:
+                raise ValueError(f"adapter {copy.name!r} is there twice on GPU {number}")
+            if ranks.setdefault(copy.name, copy.rank) != copy.rank:
+                raise ValueError(f"copies of adapter {copy.name!r} have different ranks")
+            here.add(copy.name)
 
 
 def _gpu_of(fields: Mapping[str, Any]) -> GpuPlan:
@@ -119,9 +144,9 @@ def _positive(value: object, what: str) -> float:
 
 
 def demand_of(plan: Plan) -> Demand:
-    """Return the demand that a plan was made for."""
+    """Return the demand that a plan was made for: copies count as one adapter."""
     return Demand(
-        adapters=tuple(adapter for gpu in plan.gpus for adapter in gpu.adapters),
+        adapters=whole_adapters(plan.gpus),
         prompt_tokens=plan.prompt_tokens,
         output_tokens=plan.output_tokens,
     )

@@ -11,6 +11,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Verdict
+from loraplex.planner.objectives import NO_LIMITS, Objective
 from loraplex.planner.plan import GpuPlan
 from loraplex.planner.traffic import LengthsOf, draw_requests, longest_request
 from loraplex.twin.outcome import STARVED_BELOW
@@ -19,7 +20,7 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 _JUDGED_REQUESTS: Final = 3000
 _MOST_JUDGED: Final = 50_000
-_JUDGED_S: Final = (60.0, 3600.0)
+_JUDGED_S: Final = (600.0, 3600.0)
 """A packer's choices are judged by about so many requests, and by simulations of so many seconds: of fewer,
 if there would be `_MOST_JUDGED` requests, which no GPU serves in time."""
 _OVERLOAD_S: Final = 60.0
@@ -106,12 +107,23 @@ def most_of_base_model(profile: Profile, demand: Demand) -> float:
     return float(summary["input_tok_s"] + summary["output_tok_s"])
 
 
+def judged_s(rate_rps: float) -> float:
+    """Return the seconds to simulate, so that there are enough requests to tell from, and not too many."""
+    least_s, most_s = _JUDGED_S
+    if rate_rps <= 0:
+        return least_s
+    return min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s, _MOST_JUDGED / rate_rps)
+
+
 class TwinJudge:
     """Judges by simulation: up to seconds of computing for each question, and no training."""
 
-    def __init__(self, profile: Profile, demand: Demand, *, seed: int = 0) -> None:
+    def __init__(
+        self, profile: Profile, demand: Demand, *, objective: Objective = NO_LIMITS, seed: int = 0
+    ) -> None:
         self._profile = profile
         self._demand = demand
+        self._objective = objective
         self._seed = seed
         self._known: dict[tuple[frozenset[AdapterDemand], int | None], Verdict] = {}
 
@@ -120,13 +132,10 @@ class TwinJudge:
         key = frozenset(adapters), num_slots
         if key not in self._known:
             rate_rps = sum(each.rate_rps for each in adapters)
-            least_s, most_s = _JUDGED_S
-            duration_s = least_s
-            if rate_rps > 0:
-                duration_s = min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s, _MOST_JUDGED / rate_rps)
             gpu = GpuPlan(adapters=tuple(adapters), num_slots=num_slots)
-            found = run_gpu(self._profile, self._demand, gpu, duration_s=duration_s, seed=self._seed)
-            self._known[key] = Verdict(found.served_tok_s, found.is_starved)
+            found = run_gpu(self._profile, self._demand, gpu, duration_s=judged_s(rate_rps), seed=self._seed)
+            missed = () if found.is_starved else self._objective.missed(found.ttft_s, found.itl_s)
+            self._known[key] = Verdict(found.served_tok_s, found.is_starved or bool(missed), missed)
         return self._known[key]
 
     def fits(self, max_rank: int, num_slots: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.planner.plan_file import demand_of, read_plan
+from loraplex.planner.objectives import Objective
+from loraplex.planner.plan_file import demand_of, read_plan, write_plan
 from loraplex.workload.jsonl import write_workload
 from loraplex.workload.request import WorkloadHeader, WorkloadRequest
 
@@ -22,6 +24,10 @@ LENGTHS = ("--prompt-tokens", "250", "--output-tokens", "230")
 
 def plan(*args: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, args)], env={"COLUMNS": "200"})
+
+
+def make(*args: object) -> Result:
+    return plan("make", "--no-compare", *args)
 
 
 def words_of(result: Result) -> str:
@@ -46,7 +52,12 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert f"40 adapters on 1 GPU, packed by {packer} for {SLOTS}" in made.output
     found = read_plan(out)
     assert {each.name for each in demand_of(found).adapters} == {f"a{index}" for index in range(40)}
-    assert json.loads(figures.read_text())["gpus"][0]["adapters"] == 40
+    assert "one GPU more" in made.output
+    written = json.loads(figures.read_text())
+    assert written["holds"]
+    assert written["gpus"][0]["adapters"] == 40
+    assert 0 < written["gpus"][0]["utilisation"] < 1
+    assert [each["plan"] for each in written["alternatives"]][-1] == "dlora"
     assert picture.stat().st_size > 1000
     assert "40 adapters on 1 GPU" in plan("show", out).output
     checked = plan("check", out, "--seeds", "7", "--seconds", "120")
@@ -56,29 +67,63 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
 
 def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    made = plan("make", "--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
+    made = make("--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
     assert made.exit_code == 0, made.output
     assert [(len(gpu.adapters), gpu.num_slots) for gpu in read_plan(out).gpus] == [(12, None)]
 
 
+def test_copies_of_an_adapter_are_shown_and_checked_as_one(tmp_path: Path) -> None:
+    out, adapters = tmp_path / "plan.json", tmp_path / "adapters.csv"
+    adapters.write_text("name,rank,rate_rps\nbusy,16,2\nquiet,16,0.1\n")
+    asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "dlora")
+    made = make(*asked, "--gpus", "2", "--out", out, "--plot", tmp_path / "plan.png")
+    assert made.exit_code == 0, words_of(made)
+    assert "2 adapters in 3 copies on 2 GPUs, packed by dlora" in made.output
+    assert {each.name: each.rate_rps for each in demand_of(read_plan(out)).adapters} == {
+        "busy": 2,
+        "quiet": 0.1,
+    }
+    assert plan("check", out, "--seeds", "1", "--seconds", "300").exit_code == 0
+    assert make(*asked, "--out", out).exit_code == 0
+    assert len(read_plan(out).gpus) == 1
+
+
 def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    made = plan(
-        *("make", "--profile", SLOTS, "--adapters", table(tmp_path, 320, 0.1), *LENGTHS),
+    made = make(
+        *("--profile", SLOTS, "--adapters", table(tmp_path, 320, 0.1), *LENGTHS),
         *("--packer", "max-base-half", "--out", out),
     )
-    assert made.exit_code == 0, made.output
+    assert made.exit_code == 1
+    assert f"wrote {out}" in made.output
     checked = plan("check", out, "--seeds", "1", "--seconds", "300")
     assert checked.exit_code == 1
     assert "starving" in checked.output or "leave no memory" in checked.output
 
 
+def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
+    out, adapters = tmp_path / "plan.json", table(tmp_path, 64, 0.1)
+    asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out)
+    assert make(*asked).exit_code == 0
+    num_gpus = len(read_plan(out).gpus)
+    made = make(*asked, "--slo-itl", "20ms", "--slo-ttft", "1s")
+    assert made.exit_code == 0, words_of(made)
+    assert "for each GPU: mean TTFT at most 1,000 ms, mean ITL at most 20 ms" in made.output
+    assert len(read_plan(out).gpus) > num_gpus
+    assert read_plan(out).objective == Objective(ttft_s=1.0, itl_s=0.02)
+    alone = make(*asked, "--slo-itl", "1ms")
+    assert "misses the objective even alone on a GPU: mean ITL" in words_of(alone)
+    tight = replace(read_plan(out), objective=Objective(ttft_s=0.001))
+    write_plan(out, tight)
+    checked = plan("check", out, "--seeds", "1", "--seconds", "60")
+    assert checked.exit_code == 1
+    assert "above 1 ms; plan with more --gpus" in words_of(checked)
+
+
 def test_a_check_of_endless_seconds_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     adapters = table(tmp_path, 4, 0.1)
-    made = plan(
-        "make", "--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "random", "--out", out
-    )
+    made = make("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "random", "--out", out)
     assert made.exit_code == 0, made.output
     refused = plan("check", out, "--seconds", "inf")
     assert refused.exit_code == 2
@@ -92,7 +137,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         for index in range(60)
     ]
     write_workload(workload, requests, WorkloadHeader(ranks=(8, 16, 8), duration_s=30.0))
-    made = plan("make", "--profile", SLOTS, "--workload", workload, "--out", out)
+    made = make("--profile", SLOTS, "--workload", workload, "--out", out)
     assert made.exit_code == 0, made.output
     adapters = demand_of(read_plan(out)).adapters
     assert sorted((each.rank, each.rate_rps) for each in adapters) == [
@@ -105,19 +150,23 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((), "give --workload FILE or --adapters FILE"),
+        ((), "give --workload FILE or --adapters FILE or --from URL"),
+        (("--adapters", "TABLE", "--from", "http://127.0.0.1:9"), "one of them"),
+        (("--from", "http://127.0.0.1:9", *LENGTHS), "leave --prompt-tokens and the like out"),
+        (("--from", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
         (("--adapters", "TABLE"), "give --prompt-tokens and --output-tokens"),
         (("--workload", "TABLE", "--prompt-tokens", "5"), "leave --prompt-tokens and the like out"),
         (("--adapters", "TABLE", *LENGTHS, "--gpus", "0"), "Invalid value for '--gpus'"),
         (("--adapters", "TABLE", *LENGTHS, "--packer", "max-pak"), "max-pack"),
         (("--adapters", "BUSY", *LENGTHS), "starves a GPU alone"),
         (("--adapters", "FLOOD", *LENGTHS), "adapter 'a1' starves a GPU alone: its 5e+06 requests/s"),
-        (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "cannot be simulated"),
+        (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "adapter 'a1' starves a GPU alone"),
         (
             ("--adapters", "TABLE", "--prompt-tokens", "inf", "--output-tokens", "5"),
             "inf is not a finite number",
         ),
         (("--adapters", "TABLE", "--prompt-tokens", "1e5", "--output-tokens", "5"), "requests are too long"),
+        (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "has no meaning here; write 30ms or 0.03s"),
         (("--adapters", "MANY", *LENGTHS, "--gpus", "1"), "GPUs would do"),
     ],
 )
@@ -134,7 +183,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
         "MANY": of("many", 150, 0.4),
     }
     given = [files.get(arg, arg) for arg in args]
-    refused = plan("make", "--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
+    refused = make("--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
     assert refused.exit_code != 0
     assert words in words_of(refused)
     assert not (tmp_path / "plan.json").exists()
@@ -150,15 +199,17 @@ def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) ->
     assert "runs that it was not trained on: throughput" in trained.output
     assert "->" in rules.read_text()
     out, adapters = tmp_path / "plan.json", table(tmp_path, 40, 0.05)
-    asked = ("make", "--adapters", adapters, "--out", out, "--surrogate", surrogate, "--packer", "least-rate")
-    made = plan(*asked, "--profile", SLOTS, *LENGTHS)
+    asked = ("--adapters", adapters, "--out", out, "--surrogate", surrogate, "--packer", "least-rate")
+    made = make(*asked, "--profile", SLOTS, *LENGTHS)
     assert made.exit_code == 0, words_of(made)
     assert {each.name for each in demand_of(read_plan(out)).adapters} == {f"a{index}" for index in range(40)}
-    longer = plan(*asked, "--profile", SLOTS, "--prompt-tokens", "900", "--output-tokens", "230")
+    longer = make(*asked, "--profile", SLOTS, "--prompt-tokens", "900", "--output-tokens", "230")
     assert "was trained on requests of 250 prompt and 230 answer tokens" in words_of(longer)
-    other = plan(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
+    other = make(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
     assert "was trained on the profile" in words_of(other)
-    ours = plan(*asked, "--profile", OURS, *LENGTHS)
+    with_limit = make(*asked, "--profile", SLOTS, *LENGTHS, "--slo-ttft", "1s")
+    assert "leave --surrogate out, and the twin judges" in words_of(with_limit)
+    ours = make(*asked, "--profile", OURS, *LENGTHS)
     assert "leave --surrogate out" in words_of(ours)
 
 

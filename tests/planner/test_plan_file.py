@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from loraplex.core.errors import StorageError
 from loraplex.planner.demand import AdapterDemand, PlanError
+from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of, read_plan, write_plan
 
@@ -29,7 +31,19 @@ PLAN = Plan(
 def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", PLAN)
     assert read_plan(tmp_path / "plan.json") == PLAN
+    with_limit = replace(PLAN, objective=Objective(ttft_s=0.5))
+    write_plan(tmp_path / "plan.json", with_limit)
+    assert read_plan(tmp_path / "plan.json") == with_limit
     assert demand_of(PLAN).offered_tok_s(demand_of(PLAN).adapters) == pytest.approx(0.5 * 300.5)
+
+
+def test_copies_of_an_adapter_are_one_adapter_with_their_whole_rate(tmp_path: Path) -> None:
+    copies = [AdapterDemand(name="a", rank=8, rate_rps=rate) for rate in (0.5, 0.25)]
+    plan = replace(PLAN, gpus=tuple(GpuPlan(adapters=(each,), num_slots=None) for each in copies))
+    write_plan(tmp_path / "plan.json", plan)
+    read = read_plan(tmp_path / "plan.json")
+    assert read == plan
+    assert demand_of(read).adapters == (AdapterDemand(name="a", rank=8, rate_rps=0.75),)
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -57,8 +71,23 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(gpus=[{"num_slots": 1, "adapters": [{"name": "a", "rank": 8}]}]), "'rate_rps' is missing"),
         (changed(prompt_tokens="many"), "prompt_tokens is not a number above 0"),
         (changed(profile=None), "profile is not text"),
-        (changed(gpus=changed()["gpus"] * 2), "adapter 'a' is there twice"),
+        (
+            changed(gpus=[{"num_slots": 1, "adapters": changed()["gpus"][0]["adapters"] * 2}]),
+            "adapter 'a' is there twice on GPU 0",
+        ),
+        (
+            changed(
+                gpus=[
+                    {"num_slots": 1, "adapters": [{"name": "a", "rank": rank, "rate_rps": 1}]}
+                    for rank in (1, 2)
+                ]
+            ),
+            "copies of adapter 'a' have different ranks",
+        ),
         (changed(gpus=[1]), "is a broken plan"),
+        (changed(objective=7), "objective is no object"),
+        (changed(objective={"itl_s": -1}), "itl_s is not a number above 0"),
+        (changed(objective={"e2e_s": 1}), "has 'e2e_s', which this loraplex does not know"),
     ],
 )
 def test_a_broken_plan_is_refused(tmp_path: Path, document: object, words: str) -> None:

@@ -154,7 +154,7 @@ class _Search:
     def _not_served(self, adapter: AdapterDemand, demand: Demand, num_slots: int | None) -> PlanError:
         if num_slots is not None and not self._judge.fits(adapter.rank, num_slots):
             return no_room_for_slots(adapter, num_slots)
-        return starves_alone(adapter, demand, self._judge.judge([adapter], num_slots).throughput_tok_s)
+        return starves_alone(adapter, demand, self._judge.judge([adapter], num_slots))
 
     def remove_a_gpu(self) -> bool:
         """Spread the adapters of a GPU over the others. Return False if none of the tried can be emptied."""

@@ -7,18 +7,19 @@ from loraplex.planner.packing.packer import NotEnoughGpusError, Packer, check_nu
 from loraplex.planner.plan import GpuPlan
 
 
-def least_gpus(packer: Packer, demand: Demand, most_gpus: int) -> tuple[GpuPlan, ...]:
+def least_gpus(packer: Packer, demand: Demand, most_gpus: int, *, at_least: int = 1) -> tuple[GpuPlan, ...]:
     """Return the packer's plan for the least number of GPUs for which it raises nothing. Raises what the
-    packer raises for `most_gpus`.
+    packer raises for `most_gpus`, or for fewer where more GPUs are no help. `at_least`: fewer GPUs are known
+    not to do.
 
-    The number is found by bisection, so it is the least for packers that never fail with more GPUs than they
-    succeed with. A packer that fills one GPU after the other is one, and answers at once: either its plan
-    leaves GPUs unused, or its error says how many it needs. One that spreads adapters over all GPUs can, by
-    chance, succeed with fewer GPUs than it fails with; of it is only certain that it fails with one less.
+    Numbers are doubled up to the first that will do, then bisected, so it is the least for packers that
+    never fail with more GPUs than they succeed with. A packer that fills one GPU after the other is one, and
+    answers at once: either its plan leaves GPUs unused, or its error says how many it needs. One that spreads
+    adapters over all GPUs can, by chance, succeed with fewer GPUs than it fails with; of it is only certain
+    that it fails with one less.
     """
     check_num_gpus(most_gpus)
-    best = packer.pack(demand, most_gpus)
-    least = 1
+    least, best = _first_that_will_do(packer, demand, most_gpus, at_least)
     while least < len(best):
         num_gpus = (least + len(best)) // 2
         try:
@@ -28,3 +29,18 @@ def least_gpus(packer: Packer, demand: Demand, most_gpus: int) -> tuple[GpuPlan,
         except PlanError:
             least = num_gpus + 1
     return best
+
+
+def _first_that_will_do(
+    packer: Packer, demand: Demand, most_gpus: int, at_least: int
+) -> tuple[int, tuple[GpuPlan, ...]]:
+    """Return the least number of GPUs that may do, and a plan for as many or more."""
+    least = num_gpus = min(at_least, most_gpus)
+    while True:
+        try:
+            return least, packer.pack(demand, num_gpus)
+        except NotEnoughGpusError as error:
+            if num_gpus == most_gpus:
+                raise
+            least = max(num_gpus + 1, error.num_needed or 0)
+            num_gpus = min(max(2 * num_gpus, least), most_gpus)

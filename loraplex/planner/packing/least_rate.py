@@ -7,7 +7,7 @@ from heapq import heapreplace
 
 from loraplex.planner.demand import AdapterDemand, Demand
 from loraplex.planner.judge import Judge
-from loraplex.planner.packing.packer import check_num_gpus, starves_together
+from loraplex.planner.packing.packer import check_each, check_num_gpus
 from loraplex.planner.plan import GpuPlan
 
 
@@ -35,8 +35,5 @@ class LeastRate:
             for each in groups
             if each
         )
-        for plan in sorted(plans, key=lambda each: -demand.offered_tok_s(each.adapters)):
-            verdict = self.judge.judge(plan.adapters, plan.num_slots)
-            if verdict.is_starved:
-                raise starves_together(plan, demand, verdict, num_gpus)
+        check_each(plans, demand, self.judge, num_gpus)
         return plans

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from loraplex.planner.demand import AdapterDemand, Demand
+from loraplex.planner.judge import Verdict
 from loraplex.planner.packing.packer import check_num_gpus, starves_alone, too_few_gpus
 from loraplex.planner.plan import GpuPlan
 
@@ -32,7 +33,7 @@ class MaxBase:
         for adapter in demand.adapters:
             offered_tok_s = adapter.rate_rps * demand.request_tokens
             if offered_tok_s > self.base_tok_s:
-                raise starves_alone(adapter, demand, self.base_tok_s)
+                raise starves_alone(adapter, demand, Verdict(self.base_tok_s, True))
             if not groups or offered_tok_s > room_tok_s:
                 groups.append([])
                 room_tok_s = self.base_tok_s

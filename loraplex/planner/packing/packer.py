@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from loraplex.core.words import plural
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
-from loraplex.planner.judge import Verdict
+from loraplex.planner.judge import Judge, Verdict
 from loraplex.planner.plan import GpuPlan
 
 
@@ -34,6 +35,14 @@ def check_num_gpus(num_gpus: int) -> None:
         raise PlanError(f"{num_gpus} GPUs serve no adapter; give at least one")
 
 
+def check_each(plans: Sequence[GpuPlan], demand: Demand, judge: Judge, num_gpus: int) -> None:
+    """Raise a PlanError if a GPU starves. The fullest is judged first, as it is the likeliest to."""
+    for plan in sorted(plans, key=lambda each: -demand.offered_tok_s(each.adapters)):
+        verdict = judge.judge(plan.adapters, plan.num_slots)
+        if verdict.is_starved:
+            raise _starves_together(plan, demand, verdict, num_gpus)
+
+
 def too_few_gpus(num_gpus: int, num_left: int, num_adapters: int, num_needed: int) -> NotEnoughGpusError:
     """Return the error for adapters that are left when all GPUs are full."""
     return NotEnoughGpusError(
@@ -43,8 +52,15 @@ def too_few_gpus(num_gpus: int, num_left: int, num_adapters: int, num_needed: in
     )
 
 
-def starves_alone(adapter: AdapterDemand, demand: Demand, served_tok_s: float) -> PlanError:
+def starves_alone(adapter: AdapterDemand, demand: Demand, verdict: Verdict) -> PlanError:
     """Return the error for an adapter that no GPU serves, even with no other beside it."""
+    served_tok_s = verdict.throughput_tok_s
+    if verdict.missed:
+        return PlanError(
+            f"adapter {adapter.name!r} misses the objective even alone on a GPU: "
+            f"{' and '.join(verdict.missed)}; give a higher limit, lower its rate of {adapter.rate_rps:g} "
+            "requests/s, or take faster GPUs"
+        )
     if served_tok_s <= 0:
         return PlanError(
             f"adapter {adapter.name!r} (rank {adapter.rank}) is larger than a GPU has memory for beside "
@@ -66,12 +82,17 @@ def no_room_for_slots(adapter: AdapterDemand, num_slots: int) -> PlanError:
     )
 
 
-def starves_together(
+def _starves_together(
     plan: GpuPlan, demand: Demand, verdict: Verdict, num_gpus: int
 ) -> PlanError | NotEnoughGpusError:
     """Return the error for a GPU that starves with the adapters that it was given."""
     if len(plan.adapters) == 1:
-        return starves_alone(plan.adapters[0], demand, verdict.throughput_tok_s)
+        return starves_alone(plan.adapters[0], demand, verdict)
+    if verdict.missed:
+        return NotEnoughGpusError(
+            f"too few GPUs ({num_gpus}): one with {len(plan.adapters)} adapters misses the objective: "
+            f"{' and '.join(verdict.missed)}; give more GPUs, or a higher limit"
+        )
     slots = "" if plan.num_slots is None else f" in {plan.num_slots} slots"
     return NotEnoughGpusError(
         f"too few GPUs ({num_gpus}): one starves with {len(plan.adapters)} "

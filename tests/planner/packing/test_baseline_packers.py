@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 from packing_problems import CapacityJudge, check_holds_once, demand_of, demands, judges
 
 from loraplex.planner.demand import Demand, PlanError
+from loraplex.planner.packing.dlora import DLoraPacking
+from loraplex.planner.packing.judged import Judged
+from loraplex.planner.packing.least_gpus import least_gpus
 from loraplex.planner.packing.least_rate import LeastRate
 from loraplex.planner.packing.max_base import MaxBase
 from loraplex.planner.packing.packer import NotEnoughGpusError, Packer
 from loraplex.planner.packing.random_packing import RandomPacking
-from loraplex.planner.plan import GpuPlan
+from loraplex.planner.plan import GpuPlan, whole_adapters
 
 FOUR_ADAPTERS = demand_of((8, 3.0), (8, 3.0), (8, 4.0), (8, 1.0))
 
@@ -66,10 +69,53 @@ def test_random_packing_depends_on_its_seed_alone() -> None:
     assert all(1 <= (each.num_slots or 0) <= len(each.adapters) for each in first)
 
 
+def dlora(memory: int = 1000, *, has_slots: bool = True) -> DLoraPacking:
+    return DLoraPacking(memory=memory, memory_of_rank=lambda rank: rank, has_slots=has_slots)
+
+
+def test_dlora_copies_adapters_and_divides_their_rates() -> None:
+    plans = dlora().pack(FOUR_ADAPTERS, 2)
+    assert len(plans) == 2
+    assert sum(len(each.adapters) for each in plans) > len(FOUR_ADAPTERS.adapters)
+    assert all(each.num_slots == len(each.adapters) for each in plans)
+
+
+@given(demands(30), st.integers(1, 8), st.sampled_from([64, 1000]), st.booleans())
+def test_dlora_holds_every_adapter_and_its_copies_sum_to_the_rate(
+    demand: Demand, num_gpus: int, memory: int, has_slots: bool
+) -> None:
+    plans = dlora(memory, has_slots=has_slots).pack(demand, num_gpus)
+    whole = {each.name: each for each in whole_adapters(plans)}
+    assert len(whole) == len(demand.adapters)
+    assert len(plans) <= num_gpus
+    for adapter in demand.adapters:
+        assert whole[adapter.name].rank == adapter.rank
+        assert whole[adapter.name].rate_rps == pytest.approx(adapter.rate_rps)
+    for plan in plans:
+        names = [each.name for each in plan.adapters]
+        assert len(set(names)) == len(names) > 0
+
+
+def test_dlora_refuses_an_adapter_larger_than_a_gpu() -> None:
+    with pytest.raises(PlanError, match=r"'0' \(rank 8\) is larger than a GPU"):
+        dlora(memory=7).pack(FOUR_ADAPTERS, 2)
+
+
+@pytest.mark.parametrize("packer", [dlora(), RandomPacking(seed=0)], ids=["dlora", "random"])
+def test_the_least_gpus_of_a_packer_that_asks_nobody_are_judged(packer: Packer) -> None:
+    judge = CapacityJudge(capacity_tok_s=650, cost_of_slot=0, cost_of_waiting=0)
+    plans = least_gpus(Judged(packer=packer, judge=judge), FOUR_ADAPTERS, 8)
+    assert not any(judge.judge(each.adapters, each.num_slots).is_starved for each in plans)
+    assert len(plans) >= 2
+    with pytest.raises(NotEnoughGpusError, match=r"GPUs \(1\): one starves"):
+        Judged(packer=packer, judge=judge).pack(FOUR_ADAPTERS, 1)
+
+
 PACKERS: list[Packer] = [
     MaxBase(base_tok_s=1000),
     LeastRate(judge=CapacityJudge(capacity_tok_s=1e9)),
     RandomPacking(seed=0),
+    DLoraPacking(memory=1000, memory_of_rank=lambda rank: rank),
 ]
 
 
@@ -80,7 +126,7 @@ def test_no_gpus_are_refused_and_no_adapters_need_none(packer: Packer) -> None:
     assert packer.pack(demand_of(), 2) == ()
 
 
-@given(demands(30), st.sampled_from(PACKERS), st.integers(1, 30))
+@given(demands(30), st.sampled_from(PACKERS[:3]), st.integers(1, 30))
 def test_every_adapter_is_placed_once(demand: Demand, packer: Packer, num_gpus: int) -> None:
     try:
         plans = packer.pack(demand, num_gpus)

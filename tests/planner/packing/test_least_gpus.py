@@ -50,6 +50,16 @@ def test_a_greedy_packer_is_asked_twice() -> None:
     assert len(judge.calls) == 2 * once
 
 
+@given(demands(30), judges(), st.integers(1, 30))
+def test_a_number_to_begin_with_changes_nothing_if_fewer_do_not_do(
+    demand: Demand, judge: CapacityJudge, at_least: int
+) -> None:
+    packer = MaxPack(judge=judge)
+    if succeeds(packer, demand, 30):
+        least = least_gpus(packer, demand, 30)
+        assert least_gpus(packer, demand, 30, at_least=min(at_least, max(len(least), 1))) == least
+
+
 def test_what_the_packer_raises_for_the_most_gpus_is_raised() -> None:
     packer = MaxPack(judge=CapacityJudge(capacity_tok_s=900))
     with pytest.raises(PlanError, match="8 of 24 adapters; 3 GPUs would do"):

@@ -1,0 +1,109 @@
+"""`loraplex plan train`: surrogates of the twin.
+
+Imports are deferred until the command runs, to keep `--help` fast.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from loraplex.cli.json_out import check_writable, files_saved
+from loraplex.cli.plan_demand import check_finite
+from loraplex.cli.twin_options import ProfilePath, read_profile_of
+from loraplex.core.errors import UserError
+from loraplex.core.progress import shown_progress
+from loraplex.core.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from loraplex.planner.surrogate import Surrogate
+
+_TRAINED_BY: Final = ("loraplex", "numpy", "scikit-learn")
+"""Packages whose versions a surrogate records."""
+
+
+def train(
+    profile: ProfilePath,
+    out: Annotated[Path, typer.Option(help="Write the surrogate to this file.")],
+    dataset: Annotated[
+        Path, typer.Option(help="The simulated runs; continued if the file has some of them already.")
+    ],
+    prompt_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every prompt.")],
+    output_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every answer.")],
+    rows: Annotated[
+        int, typer.Option(min=150, max=10_000_000, help="How many runs; the whole grid has 145,200 points.")
+    ] = 2000,
+    seconds: Annotated[float, typer.Option(min=60, help="Simulated seconds of each run.")] = 3600.0,
+    small: Annotated[
+        bool, typer.Option("--small", help="One tree of at most 32 rules each, instead of a forest.")
+    ] = False,
+    paper_search: Annotated[
+        bool, typer.Option("--paper-search", help="Search all of the paper's options, which takes hours.")
+    ] = False,
+    rules: Annotated[
+        Path | None, typer.Option(help="Write the rules to this file, to be read; with --small.")
+    ] = None,
+) -> None:
+    """Train a surrogate of an engine with slots: a file that answers in microseconds what the twin simulates.
+
+    Runs are simulated on all cores until the dataset has so many; interrupted, the same command goes on.
+    """
+    if rules is not None and not small:
+        raise typer.BadParameter("a forest has too many rules to read; give --small", param_hint="--rules")
+    check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens, seconds=seconds)
+    check_writable(out, "--out", inputs=(profile, dataset))
+    check_writable(rules, "--rules", inputs=(profile, dataset, out))
+    from loraplex.bench.environment import environment
+    from loraplex.perf.slot_profile import SlotProfile
+    from loraplex.planner.dataset import Simulated, make_dataset, read_dataset
+    from loraplex.planner.searches import Search
+    from loraplex.planner.surrogate_json import write_surrogate
+    from loraplex.planner.training import train_forest, train_small_tree
+    from loraplex.twin.run_workload import Lengths
+
+    found = read_profile_of(profile, None)
+    if not isinstance(found, SlotProfile):
+        raise UserError(
+            "the profile is of an engine without slots; `plan make` asks the twin of it, without training"
+        )
+    simulated = Simulated(
+        profile=found,
+        profile_name=str(profile),
+        lengths=Lengths(prompt_tokens, output_tokens),
+        duration_s=seconds,
+    )
+    with shown_progress("simulating runs") as report:
+        make_dataset(dataset, simulated, num_rows=rows, progress=report)
+    search = Search.PAPER if paper_search else None
+    with shown_progress("training", left=None) as report:
+        train_one = train_small_tree if small else train_forest
+        trained = train_one(read_dataset(dataset), search, progress=report)
+    with files_saved(
+        (out, lambda path: write_surrogate(path, trained, environment(_TRAINED_BY))),
+        (rules, lambda path: write_whole(path, _rules_of(trained))),
+    ):
+        _show_accuracy(trained)
+
+
+def _rules_of(surrogate: Surrogate) -> str:
+    from loraplex.planner.rules import rules_text
+    from loraplex.planner.trees import tree_of
+
+    parts = []
+    for what, forest in (("tokens/s at most", surrogate.throughput), ("starves", surrogate.starvation)):
+        if forest is None:
+            parts += [what, "if it serves less than 0.9 of what is offered", ""]
+        else:
+            parts += [what, *rules_text(tree_of(forest), surrogate.feature_names), ""]
+    return "\n".join(parts)
+
+
+def _show_accuracy(surrogate: Surrogate) -> None:
+    accuracy = surrogate.accuracy
+    typer.echo(
+        f"on {accuracy['num_held_out']:,.0f} runs that it was not trained on: throughput "
+        f"{accuracy['throughput_smape_authors_unit']:.2f}% off (the paper's SMAPE, half of ours), starvation "
+        f"macro-F1 {accuracy['starvation_macro_f1']:.3f}"
+    )
