@@ -114,13 +114,16 @@ class AnswerGrammar:
 
 
 def allowed_bits(grammars: Sequence[AnswerGrammar]) -> torch.Tensor:
-    """Return for each answer which tokens may follow: a bit for each, in integers of eight bytes."""
-    width = -(-max(each.vocab_size for each in grammars) // _BITS)
-    bits = np.full((len(grammars), width), -1, np.int64)
+    """Return for each answer which tokens may follow: a bit for each, in integers of eight bytes. The answers
+    must be of one tokenizer."""
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+    masks = allocate_token_bitmask(len(grammars), grammars[0].vocab_size)
     going_on = [(each.matcher, row) for row, each in enumerate(grammars) if not each.has_ended]
     if going_on:
-        _threads().unsafe_compute_mask_ptr(going_on, bits.ctypes.data, bits.strides[0], len(bits))
-    return torch.from_numpy(bits)
+        fill_next_token_bitmask_par(_threads(), going_on, masks)
+    odd = masks.shape[1] % 2
+    return torch.from_numpy(np.pad(masks, ((0, 0), (0, odd))).view(np.int64))
 
 
 def as_booleans(bits_LW: torch.Tensor, vocab_size: int) -> torch.Tensor:
