@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _ADAPTERS_DIR: Final = "adapters"
 _POLL_S: Final = 0.2
+_POLL_ADAPTER_S: Final = 5e-4
+"""Seconds between looks, and how many more for each adapter: a fleet has to list all of them each time."""
 _AGAIN_S: Final = 10.0
 """Seconds after which a placement that does not get on is handed over again: loads that failed are tried
 again then."""
@@ -216,7 +218,7 @@ def _wait(
                     "it goes on by itself: give the same command again to wait for it, or let its policy "
                     "place them with `loraplex plan release` (`loraplex fleet status` shows the replicas)"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S + _POLL_ADAPTER_S * len(given.data))
             is_stuck = not any(each.waiting for each in given.data)
             if is_stuck and now_s - looked_s >= _AGAIN_S:
                 looked_s = now_s
