@@ -1,4 +1,4 @@
-"""What an answer must look like: one frozen record, as a request gives it."""
+"""Structured output: how an answer must look, as one frozen record."""
 
 from __future__ import annotations
 

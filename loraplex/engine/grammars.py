@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
@@ -30,7 +30,6 @@ up to max_tokens."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 _CACHED_GRAMMARS: Final = 64
 _SILENT: Final = 0
-_BITS: Final = 64
 _NAMES: Final = {
     OutputKind.JSON: "JSON schema",
     OutputKind.JSON_OBJECT: "JSON schema",
@@ -91,7 +90,7 @@ class AnswerGrammar:
         self.matcher = _compiled(grammars, wanted, eos_token_ids).deep_copy()
         self.vocab_size = _tokenizer(grammars, eos_token_ids).vocab_size
         self.has_ended = False
-        """Whether it has its end token. Any token may follow, as none is read."""
+        """True once it has its end token. Any token may follow, as none is read."""
         for token_id in output_token_ids:
             self.accept(token_id)
 
@@ -113,7 +112,7 @@ class AnswerGrammar:
             self.has_ended = token_id in self._origin[2]
 
 
-def allowed_bits(grammars: Sequence[AnswerGrammar]) -> torch.Tensor:
+def allowed_bits(grammars: Sequence[AnswerGrammar]) -> npt.NDArray[np.int64]:
     """Return for each answer which tokens may follow: a bit for each, in integers of eight bytes. The answers
     must be of one tokenizer."""
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
@@ -123,13 +122,7 @@ def allowed_bits(grammars: Sequence[AnswerGrammar]) -> torch.Tensor:
     if going_on:
         fill_next_token_bitmask_par(_threads(), going_on, masks)
     odd = masks.shape[1] % 2
-    return torch.from_numpy(np.pad(masks, ((0, 0), (0, odd))).view(np.int64))
-
-
-def as_booleans(bits_LW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return what `allowed_bits` found, on its device, as a boolean for each token of the vocabulary."""
-    places = torch.arange(_BITS, device=bits_LW.device)
-    return ((bits_LW[:, :, None] >> places) & 1).flatten(start_dim=1)[:, :vocab_size].bool()
+    return np.pad(masks, ((0, 0), (0, odd))).view(np.int64)
 
 
 @lru_cache(maxsize=_CACHED_GRAMMARS)

@@ -20,9 +20,10 @@ import torch
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.draws import gumbel_noise, noise_key
-from loraplex.engine.grammars import AnswerGrammar, allowed_bits, as_booleans
+from loraplex.engine.grammars import AnswerGrammar, allowed_bits
 from loraplex.scheduling.plan import StepPlan
 
+_BITS = 64
 _FIRST_CANDIDATES = 256
 """Number of the likeliest tokens that top_p considers first; the nucleus is rarely wider."""
 
@@ -133,7 +134,15 @@ def allowed_by_row(states: Sequence[SamplingState], vocab_size: int) -> dict[int
     rows = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
     if not rows:
         return {}
-    return dict(zip(rows, as_booleans(allowed_bits(list(rows.values())), vocab_size), strict=True))
+    return dict(
+        zip(rows, as_booleans(torch.from_numpy(allowed_bits(list(rows.values()))), vocab_size), strict=True)
+    )
+
+
+def as_booleans(bits_LW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return what `allowed_bits` found, on its device, as a boolean for each token of the vocabulary."""
+    places = torch.arange(_BITS, device=bits_LW.device)
+    return ((bits_LW[:, :, None] >> places) & 1).flatten(start_dim=1)[:, :vocab_size].bool()
 
 
 def token_logprobs(

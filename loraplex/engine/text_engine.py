@@ -130,7 +130,7 @@ class TextEngine:
         """Raise InvalidRequestError if no answer can look like what is asked for."""
         wanted = params.structured_output
         if wanted is not None:
-            await self.prompts.call(lambda: check_structured_output(wanted), num_tokens=len(wanted.text))
+            await asyncio.to_thread(check_structured_output, wanted)
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> SamplingParams:
         """Return the options with `max_tokens` set. Raise ContextLengthError if a prompt of this length and

@@ -1,4 +1,4 @@
-"""What the answer of a request must look like, by the fields of OpenAI's and vLLM's clients."""
+"""Reads how an answer must look from the fields of OpenAI's and vLLM's clients."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from loraplex.engine.cuda.seats import Seats
 from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.cuda.step_runner import StepOutput
 from loraplex.engine.cuda.streams import Moment
-from loraplex.engine.grammars import AnswerGrammar, allowed_bits, as_booleans
-from loraplex.engine.sampler import SamplingState, allowed_by_row, sample
+from loraplex.engine.grammars import AnswerGrammar, allowed_bits
+from loraplex.engine.sampler import SamplingState, allowed_by_row, as_booleans, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class TokenChoice:
         logits_LV = output.logits_LV[rows]
         grammars = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
         if grammars:
-            bits = self._copies.to_device(allowed_bits(list(grammars.values())))
+            bits = self._copies.to_device(torch.from_numpy(allowed_bits(list(grammars.values()))))
             with_grammar = self._copies.integers(list(grammars))
             forbidden = ~as_booleans(bits, logits_LV.shape[1])
             logits_LV[with_grammar] = logits_LV[with_grammar].masked_fill(forbidden, -torch.inf)
