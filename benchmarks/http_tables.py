@@ -60,7 +60,7 @@ def summary(result: Result) -> str:
     headings = (
         "server",
         "healthy after",
-        f"{_load(result, STEADY)}, base model: TTFT mean (p95), TPOT",
+        f"{_load(result, STEADY)}, base model: TTFT mean (p95), TPOT, ms",
         f"the same, {most} adapters",
         f"{_load(result, SATURATED)}, base model",
         f"the same, {most} adapters",

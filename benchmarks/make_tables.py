@@ -36,6 +36,7 @@ from benchmarks import (
     http_tables,
     live_tables,
     load_tables,
+    planner_tables,
     policy_tables,
     set_tables,
     slow_bus_tables,
@@ -52,6 +53,7 @@ DOCUMENTS: Final = (
     Path("docs/cold-start.md"),
     Path("docs/twin.md"),
     Path("docs/fleet.md"),
+    Path("docs/planner.md"),
     Path("README.md"),
 )
 _BLOCK: Final = re.compile(
@@ -70,6 +72,7 @@ VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 POLICIES: Final = "policies.json"
+PLANNER = "planner.json"
 BATCHING, GPU_BATCHING = "batching.json", "gpu_batching.json"
 KV_SWAP: Final = "kv_swap.json"
 SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
@@ -134,6 +137,19 @@ TABLES: Final[dict[str, Table]] = {
     "http-shapes": Table((HTTP,), http_tables.shapes_table, if_missing="Not measured yet.\n"),
     "http-starts": Table((HTTP,), http_tables.starts_table, if_missing="Not measured yet.\n"),
     "http-machine": Table((HTTP,), http_tables.machine_note, if_missing=""),
+    **{
+        f"planner-{name}": Table((PLANNER,), make, if_missing="Not measured yet.\n")
+        for name, make in {
+            "surrogates": planner_tables.surrogates_table,
+            "rules": planner_tables.rules_table,
+            "speed": planner_tables.speed_table,
+            "recorded": planner_tables.recorded_table,
+            "scenarios": planner_tables.scenarios_table,
+            "summary": planner_tables.scenarios_summary,
+            "own": planner_tables.own_table,
+        }.items()
+    },
+    "planner-note": Table((PLANNER,), planner_tables.note, if_missing=""),
     "batching-note": Table((BATCHING,), batching_tables.note, if_missing=""),
     "batching-queue": Table((BATCHING,), batching_tables.queue_table, if_missing="Not measured yet.\n"),
     "batching-skew": Table((BATCHING,), batching_tables.skew_table, if_missing="Not measured yet.\n"),

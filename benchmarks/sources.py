@@ -73,6 +73,13 @@ _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benc
 _BESIDE_TWIN: Final = ("loraplex/scheduling", _ADAPTERS, "loraplex/perf")
 _TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")
 _SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, _OTHER_POLICIES, *AUTO, "loraplex/workload")
+_PLANNER: Final = (
+    *(f"loraplex/planner/{name}.py" for name in ("capacity", "dataset", "features", "grid", "queued")),
+    *(f"loraplex/planner/{name}.py" for name in ("steady_state", "surrogate", "training", "traffic")),
+    *(f"loraplex/planner/{name}.py" for name in ("trees", "trial")),
+    "loraplex/planner/packing",
+    *(f"benchmarks/planner{name}.py" for name in ("", "_data", "_scenarios")),
+)
 
 
 def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:
@@ -158,6 +165,10 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "batching.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload", "benchmarks/batching.py")},
     "gpu_batching.json": {"*": (*_TIMED_ENGINE, "benchmarks/batching.py", "benchmarks/gpu_batching.py")},
+    "planner.json": {
+        "own": (*_BESIDE_TWIN, _FLEET_TWIN, *_PLANNER),
+        "*": ("loraplex/perf", "loraplex/twin", *_PLANNER),
+    },
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.plan_demand import asked_demand, check_finite
 from loraplex.cli.plan_show import figures_of, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
+from loraplex.cli.server_calls import ApiKey
 from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from loraplex.planner.plan import Plan
     from loraplex.planner.surrogate import SurrogateJudge
 
-app = App(help="How many GPUs, and which adapter where: made, checked and shown.", no_args_is_help=True)
+app = App(
+    help="How many GPUs, and which adapter where: made, checked, shown and applied.", no_args_is_help=True
+)
 app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
@@ -53,6 +57,13 @@ def make(
         Path | None,
         typer.Option(help="A .csv file with the columns name, rank and rate_rps, instead of a workload."),
     ] = None,
+    from_url: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="URL", help="A server or fleet that runs: what it was asked for lately."
+        ),
+    ] = None,
+    api_key: ApiKey = None,
     prompt_tokens: Annotated[
         float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of a prompt, with --adapters.")
     ] = None,
@@ -103,7 +114,9 @@ def make(
     from loraplex.planner.make import make_plan
     from loraplex.planner.plan_file import write_plan
 
-    demand = asked_demand(workload, adapters, prompt_tokens, output_tokens)
+    demand = asked_demand(
+        workload, adapters, prompt_tokens, output_tokens, from_url=from_url, api_key=api_key
+    )
     found = read_profile_of(profile, None)
     judge = None if surrogate is None else _judge_of(surrogate, found, demand)
     with shown_progress("planning") as report:
@@ -233,3 +246,7 @@ def _alternatives(plan: Plan, profile: Profile) -> list[Alternative]:
 
     with shown_progress("comparing") as report:
         return list(alternatives(plan, profile, report))
+
+
+app.command()(plan_apply.apply)
+app.command()(plan_apply.release)

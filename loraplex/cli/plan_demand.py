@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from loraplex.cli.measured_demand import measured_demand
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,17 +25,29 @@ def check_finite(**options: float | None) -> None:
 
 
 def asked_demand(
-    workload: Path | None, adapters: Path | None, prompt_tokens: float | None, output_tokens: float | None
+    workload: Path | None,
+    adapters: Path | None,
+    prompt_tokens: float | None,
+    output_tokens: float | None,
+    *,
+    from_url: str | None = None,
+    api_key: str | None = None,
 ) -> Demand:
-    """Read the workload file or the table. Raises UserError if not just one is given, or without lengths."""
+    """Read the workload file or the table, or ask the server at `from_url`. Raises UserError if not just one
+    is given, or a table without lengths."""
     from loraplex.planner.adapter_table import read_table, read_workload_demand
 
     check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    if (workload is None) == (adapters is None):
-        raise UserError("say what is to be served: give --workload FILE or --adapters FILE, one of them")
+    if [workload, adapters, from_url].count(None) != 2:
+        raise UserError(
+            "say what is to be served: give --workload FILE or --adapters FILE or --from URL, one of them"
+        )
+    if adapters is None and (prompt_tokens is not None or output_tokens is not None):
+        shown_by = "--workload" if from_url is None else "--from"
+        raise UserError(f"{shown_by} shows how long requests are; leave --prompt-tokens and the like out")
+    if from_url is not None:
+        return measured_demand(from_url, api_key)
     if workload is not None:
-        if prompt_tokens is not None or output_tokens is not None:
-            raise UserError("--workload shows how long requests are; leave --prompt-tokens and the like out")
         return read_workload_demand(workload)
     assert adapters is not None
     if prompt_tokens is None or output_tokens is None:

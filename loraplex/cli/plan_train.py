@@ -76,7 +76,7 @@ def train(
     )
     with shown_progress("simulating runs") as report:
         make_dataset(dataset, simulated, num_rows=rows, progress=report)
-    search = Search.PAPER if paper_search else Search.QUICK
+    search = Search.PAPER if paper_search else None
     with shown_progress("training", left=None) as report:
         train_one = train_small_tree if small else train_forest
         trained = train_one(read_dataset(dataset), search, progress=report)
@@ -92,8 +92,11 @@ def _rules_of(surrogate: Surrogate) -> str:
     from loraplex.planner.trees import tree_of
 
     parts = []
-    for what, forest in (("tokens/s", surrogate.throughput), ("starves", surrogate.starvation)):
-        parts += [what, *rules_text(tree_of(forest), surrogate.feature_names), ""]
+    for what, forest in (("tokens/s at most", surrogate.throughput), ("starves", surrogate.starvation)):
+        if forest is None:
+            parts += [what, "if it serves less than 0.9 of what is offered", ""]
+        else:
+            parts += [what, *rules_text(tree_of(forest), surrogate.feature_names), ""]
     return "\n".join(parts)
 
 

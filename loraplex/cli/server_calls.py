@@ -6,19 +6,24 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import no_server
 
+if TYPE_CHECKING:
+    import msgspec
+
+    S = TypeVar("S", bound=msgspec.Struct)
+
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _TIMEOUT_S: Final = 10.0
 _CHANGE_S: Final = 3600.0
 """Timeout of a change in seconds: an adapter may have to be downloaded, or wait on a busy server."""
 
-BaseUrl = Annotated[str, typer.Option(help="URL of the server.")]
+BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of the server.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(
@@ -42,14 +47,15 @@ def list_of(
     *,
     kind: str,
     body: object = None,
+    method: str | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the list that a route answers with, and the whole answer. `kind` names the list's items in
-    errors. A body is sent by POST.
+    errors. `method`: by default POST for a body, and GET without one.
 
     Raises UserError if the server cannot be reached or refuses.
     """
-    url, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
+    url, answered = _call(base_url, path, api_key, kind=kind, body=body, method=method, timeout_s=timeout_s)
     try:
         answer = json.loads(answered)
     except ValueError:
@@ -60,14 +66,45 @@ def list_of(
     return rows, answer if isinstance(answer, dict) else {}
 
 
+def struct_of(
+    answer_type: type[S],
+    base_url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    kind: str,
+    body: object = None,
+    method: str | None = None,
+) -> S:
+    """Return the whole answer of a route that answers with a list. Raises like `list_of`, and for an answer
+    of another version of loraplex."""
+    import msgspec
+
+    _, answer = list_of(base_url, path, api_key, kind=kind, body=body, method=method)
+    try:
+        return msgspec.convert(answer, answer_type)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{base_url} did not answer as a server of this version of loraplex does ({error}); call it with "
+            "the version that serves there"
+        ) from None
+
+
 def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: object) -> str:
     """Return the text that a change is answered with when it is done. Raises like `list_of`."""
-    _, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=_CHANGE_S)
+    _, answered = _call(base_url, path, api_key, kind=kind, body=body, method=None, timeout_s=_CHANGE_S)
     return answered.decode("utf-8", "replace")
 
 
 def _call(
-    base_url: str, path: str, api_key: str | None, *, kind: str, body: object, timeout_s: float
+    base_url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    kind: str,
+    body: object,
+    method: str | None,
+    timeout_s: float,
 ) -> tuple[str, bytes]:
     """Return the URL that was called, and the response body."""
     url = f"{base_url.rstrip('/').removesuffix('/v1')}{path}"
@@ -78,6 +115,7 @@ def _call(
         data=None if body is None else json.dumps(body).encode(),
         headers={"Content-Type": "application/json"}
         | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        method=method,
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:

@@ -13,6 +13,12 @@ _BOUND: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(%|ms|s)")
 _UNITS: Final = {"%": ("share", 0.01), "ms": ("seconds", 0.001), "s": ("seconds", 1.0)}
 
 
+ADMISSION_SHARE: Final = 0.6
+PAUSE_SHARE: Final = 0.3
+"""Shares of the bound on delays that admission by adapter and pauses may use up, by prediction. The rest is
+for what was not predicted."""
+
+
 class Batching(StrEnum):
     """A batching policy of one engine."""
 

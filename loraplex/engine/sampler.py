@@ -115,7 +115,7 @@ def token_logprobs(
 ) -> list[TokenLogprob]:
     """Return one token's log-probability for each row, with the `num_top` likeliest tokens. `copies`: how
     numbers reach another device and come back."""
-    ids_L = torch.tensor(token_ids) if copies is None else copies.integers(token_ids)
+    ids_L = torch.tensor(token_ids, device=logits_LV.device) if copies is None else copies.integers(token_ids)
     logprobs_LV = torch.log_softmax(logits_LV.float(), dim=-1)
     values_LK, ids_LK = logprobs_LV.topk(min(num_top, logprobs_LV.shape[1]))
     # In one copy: on a GPU, each value that is fetched by itself costs a synchronisation. Float64 holds ids.

@@ -36,7 +36,7 @@ class LiveDecisions(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
     """Everything that a controller remembers in addition to its view. `target`: the latest plan, which the
-    view's plan turns into."""
+    view's plan turns into. `is_given_pending`: `given` has changed since that plan."""
 
     since_s: float
     place_s: float
@@ -46,6 +46,8 @@ class ControllerState:
     target: Plan | None
     pending: Mapping[int, Pending]
     counted: Counted | None
+    given: Mapping[int, Entry]
+    is_given_pending: bool
     migrate_s: float | None
     moved_s: Mapping[Hashable, float]
     executed_s: tuple[float, float]
@@ -76,6 +78,7 @@ class LiveController(Controller):
         self._change = PlanChange(self._has)
         self._serving: frozenset[int] = frozenset()
         self._is_complete = True  # no adapter was added since the last plan
+        self._is_given_pending = False  # the given entries have changed since the last plan
         self.target: Plan | None = None
         self._begin_periods(now_s)
 
@@ -110,6 +113,25 @@ class LiveController(Controller):
         self.view.load = self.view.load.with_replica(replica, limits)
         self._serving -= {replica}
 
+    # ---- a placement that is given
+
+    @property
+    def has_placement(self) -> bool:
+        """Return whether adapters are placed at all; otherwise every replica serves all of them."""
+        return self._replanner is not None
+
+    @property
+    def given(self) -> Mapping[int, Entry]:
+        """The entries that are given, by adapter."""
+        return {} if self._replanner is None else self._replanner.given
+
+    def give(self, given: Mapping[int, Entry]) -> None:
+        """Keep these entries from the next `decide` on, instead of those of the policy's placement (see
+        `Replanner.give`). With none, the policy places all adapters again."""
+        assert self._replanner is not None, "a fleet without a placement cannot be given one"
+        self._replanner.give(given)
+        self._is_given_pending = True
+
     # ---- decisions
 
     def send(self, request_id: Hashable, adapter: int | None, prompt_tokens: int, replica: int) -> None:
@@ -124,7 +146,8 @@ class LiveController(Controller):
         """Return whether `decide` has anything to do now."""
         if self.next_tick_s <= now_s:
             return True
-        return self._replanner is not None and not (self._is_complete and self._serving == serving)
+        is_planned = self._is_complete and not self._is_given_pending and self._serving == serving
+        return self._replanner is not None and not is_planned
 
     def decide(
         self, now_s: float, num_output: Callable[[Hashable], int | None], serving: Iterable[int]
@@ -156,12 +179,13 @@ class LiveController(Controller):
             plan = planner.place(before, since_s=since_s, now_s=now_s)
             self._since_s, self._place_s = now_s, now_s + planner.period_s
             self._has_counts = False
-        elif has_joined:
+        elif has_joined or (self._is_given_pending and not planner.given):
             plan = planner.place_again(before)
         else:
             plan = planner.mended(before)
         plan.check(len(self._ranks), self.view.load.num_replicas)
         self._serving, self._is_complete, self.target = serving, True, plan
+        self._is_given_pending = False
         if self.view.plan is None:  # the first plan: no replica holds an adapter before it
             self.view.plan = plan
             return []
@@ -180,6 +204,11 @@ class LiveController(Controller):
         if pending is not None and replica in pending.waiting:
             return True
         return plan is not None and replica in plan.replicas[adapter]
+
+    def waiting(self, adapter: int) -> Set[int]:
+        """Return the replicas that an adapter's next entry waits for."""
+        pending = self._change.pending.get(adapter)
+        return frozenset() if pending is None else pending.waiting
 
     def _has(self, replica: int, adapter: int) -> bool:
         tiers = self.view.tiers
@@ -200,6 +229,8 @@ class LiveController(Controller):
             target=self.target,
             pending=self._change.pending,
             counted=None if self._replanner is None else self._replanner.counted,
+            given=self.given,
+            is_given_pending=self._is_given_pending,
             migrate_s=None if migrator is None else migrator.due_s,
             moved_s={} if migrator is None else migrator.moved_s,
             executed_s=self._factor.recorded_s,
@@ -219,6 +250,8 @@ class LiveController(Controller):
                 self._replanner.serve(state.serving, self.view.load.num_replicas)
             if state.counted is not None:
                 self._replanner.restore(state.counted)
+            self._replanner.give(state.given)
+            self._is_given_pending = state.is_given_pending
         if self._migrator is not None and state.migrate_s is not None:
             self._migrator.restore(state.migrate_s, state.moved_s)
         self._factor = MigrationFactor(*state.executed_s)

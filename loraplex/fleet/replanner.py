@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -62,6 +62,7 @@ class Replanner:
         self._adapters = adapters
         self._removed: set[int] = set()
         self._returned: set[int] = set()  # since the last plan, whose entries for them mean nothing
+        self._given: Mapping[int, Entry] = {}
         self._num_replicas = num_replicas
         self._serving: tuple[int, ...] = tuple(range(num_replicas))
         self._host_bytes = host_bytes
@@ -102,6 +103,16 @@ class Replanner:
         assert self._serving, "a plan needs a replica"
 
     @property
+    def given(self) -> Mapping[int, Entry]:
+        """The entries that are kept whatever the placement says."""
+        return self._given
+
+    def give(self, given: Mapping[int, Entry]) -> None:
+        """Keep these entries from the next plan on, each while one of its replicas serves; other adapters go
+        where the placement puts them. Replaces what was given before."""
+        self._given = given
+
+    @property
     def counted(self) -> Counted:
         return Counted(self._tokens, list(self._rates))
 
@@ -119,17 +130,32 @@ class Replanner:
         """Return the plan for the period that begins now. Tokens counted since the last call belong to the
         period from `since_s` on."""
         demand = self._demand(since_s, now_s, is_first=previous is None)
-        return self._place(None if previous is None else self.mended(previous), demand)
+        return self._as_given(self._place(None if previous is None else self._whole(previous), demand))
 
     def place_again(self, previous: Plan) -> Plan:
         """Return a plan that includes replicas that have joined during the present period, which
         continues."""
-        return self._place(self.mended(previous), self._expected())
+        return self._as_given(self._place(self._whole(previous), self._expected()))
 
     def mended(self, plan: Plan) -> Plan:
-        """Return the plan itself if every adapter has a serving replica and it names no other, else a
-        repaired plan that moves nothing else. A lost replica's share goes to the adapter's other replicas; an
-        adapter without any gets the places of a fresh plan."""
+        """Return the plan itself if every adapter has a serving replica, it names no other, and given entries
+        are kept, else a repaired plan that moves nothing else. A lost replica's share goes to the adapter's
+        other replicas; an adapter without any gets the places of a fresh plan."""
+        return self._as_given(self._whole(plan))
+
+    def _as_given(self, plan: Plan) -> Plan:
+        """Return a whole plan with the given entries that a serving replica can keep; the plan itself if they
+        are there already."""
+        if not self._given:
+            return plan
+        serving, entries = set(self._serving), plan.entries()
+        for adapter in self._given.keys() - self._removed:
+            entries[adapter] = self._given[adapter].limited_to(serving) or entries[adapter]
+        found = Plan.of_entries(entries)
+        return plan if found == plan else found
+
+    def _whole(self, plan: Plan) -> Plan:
+        """Return the plan, repaired like `mended`, whatever was given."""
         if self._is_whole and not self._returned and len(plan.replicas) == len(self._adapters):
             return plan
         serving = set(self._serving)

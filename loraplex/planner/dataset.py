@@ -1,7 +1,7 @@
 """Simulated runs to train a surrogate on, in a file that grows and is continued where it ended.
 
     {"version": 1, "kind": "planner dataset", "profile": NAME, ..., "columns": ["point", ...]}
-    [69214, 16.0, 6.4, 0.3, 32.0, 18.5, 9.8, 8.0, 3071.5, 0]
+    [69214, 16.0, 6.4, 0.3, 32.0, 18.5, 9.8, 8.0, 3066.2, 3071.5, 0]
     ...
 
 Points of the grid come in an order drawn from the seed, so that the first rows are a sample of the whole
@@ -29,20 +29,31 @@ import numpy as np
 from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
 from loraplex.perf.slot_profile import SlotProfile
-from loraplex.planner.demand import PlanError
+from loraplex.planner.demand import Demand, PlanError
 from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, EngineKind, features_of
-from loraplex.planner.grid import Drawn, GridPoint, draw, whole_grid
+from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
+from loraplex.planner.traffic import LengthsOf
 from loraplex.planner.trained_on import TrainedOn, fingerprint
+from loraplex.planner.trial import most_of_base_model
 from loraplex.twin.predict_run import predict_requests, run_limits
 from loraplex.twin.run_workload import AdapterMix, Lengths, draw_requests
 from loraplex.twin.slot_state import Flags, Floats, Limits
 
-VERSION: Final = 1
+VERSION: Final = 2
 KIND: Final = "planner dataset"
 DURATION_S: Final = 3600.0
-_COLUMNS: Final = ("point", *FEATURE_NAMES[EngineKind.SLOTS], "throughput_tok_s", "is_starved")
-_UNITS: Final = {**FEATURE_UNITS, "throughput_tok_s": "prompt and answer tokens per second"}
+_COLUMNS: Final = (
+    "point",
+    *FEATURE_NAMES[EngineKind.SLOTS],
+    "offered_tok_s",
+    "throughput_tok_s",
+    "is_starved",
+)
+_TOKENS: Final = "prompt and answer tokens per second"
+_UNITS: Final = {**FEATURE_UNITS, "offered_tok_s": _TOKENS, "throughput_tok_s": _TOKENS}
 _PREPARED_PER_CORE: Final = 2
+_LONGEST_DRAWN: Final = 4096
+"""Tokens of a request above which none is drawn; a GPU must have memory for it."""
 _ADVICE: Final = "delete it, or name another file, to begin a new one"
 
 
@@ -52,11 +63,13 @@ class DatasetError(PlanError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """The engine, and the requests, that a dataset is of. `profile_name`: for people, as it was given."""
+    """The engine, and the requests, that a dataset is of. `profile_name`: for people, as it was given.
+    `lengths`: mean tokens. `lengths_of`: whether all requests have the mean, as in the digital-twin paper."""
 
     profile: SlotProfile
     profile_name: str
     lengths: Lengths
+    lengths_of: LengthsOf = LengthsOf.DRAWN
     duration_s: float = DURATION_S
     seed: int = 0
 
@@ -67,6 +80,7 @@ class Simulated:
             profile_sha256=fingerprint(self.profile),
             model=self.profile.model,
             hardware=self.profile.hardware,
+            lengths=self.lengths_of.value,
             prompt_tokens=self.lengths.prompt,
             output_tokens=self.lengths.output,
             duration_s=self.duration_s,
@@ -74,16 +88,26 @@ class Simulated:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of each request: all have the mean lengths."""
+        """Return the tokens of the longest request."""
+        if self.lengths_of is LengthsOf.DRAWN:
+            return _LONGEST_DRAWN
         return max(round(self.lengths.prompt), 1) + max(round(self.lengths.output), 1)
+
+    def points(self) -> list[GridPoint]:
+        """Return the paper's grid, and the same with rates near what a GPU serves."""
+        demand = Demand(adapters=(), prompt_tokens=self.lengths.prompt, output_tokens=self.lengths.output)
+        base_rps = most_of_base_model(self.profile, demand) / demand.request_tokens
+        return [*whole_grid(), *scaled_grid(base_rps)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """Rows of a file. `features`: row by row. `throughput_tok_s`, `is_starved`: by row."""
+    """Rows of a file. `features`: row by row. `offered_tok_s`, `throughput_tok_s`, `is_starved`: by
+    row."""
 
     trained_on: TrainedOn
     features: Floats
+    offered_tok_s: Floats
     throughput_tok_s: Floats
     is_starved: Flags
 
@@ -94,6 +118,7 @@ class Dataset:
         return Dataset(
             trained_on=self.trained_on,
             features=self.features[rows],
+            offered_tok_s=self.offered_tok_s[rows],
             throughput_tok_s=self.throughput_tok_s[rows],
             is_starved=self.is_starved[rows],
         )
@@ -108,11 +133,12 @@ def make_dataset(
     progress: Report | None = None,
 ) -> int:
     """Simulate until the file has `num_rows`, or all of the grid if None, on all cores; return how many rows
-    it has then. Continues a file of the same engine, lengths and seed. `points`: None for the whole grid.
+    it has then. Continues a file of the same engine, lengths and seed. `points`: None for those of
+    `simulated`.
 
     Points whose slots leave no memory for a request are left out.
     """
-    points = whole_grid() if points is None else points
+    points = simulated.points() if points is None else points
     try:
         with path.open("a+b") as file:
             return _continue(path, file, simulated, points, num_rows, progress)
@@ -139,7 +165,8 @@ def read_dataset(path: Path) -> Dataset:
         raise DatasetError(f"{path}: {error}; {_ADVICE}") from error
     return Dataset(
         trained_on=trained_on,
-        features=rows[:, 1:-2].astype(np.float32).astype(np.float64),
+        features=rows[:, 1:-3].astype(np.float32).astype(np.float64),
+        offered_tok_s=rows[:, -3],
         throughput_tok_s=rows[:, -2],
         is_starved=rows[:, -1] != 0,
     )
@@ -294,10 +321,10 @@ def _simulate(simulated: Simulated, task: _Task) -> list[float]:
         simulated.lengths,
         num_requests=num_requests,
         duration_s=duration_s,
-        mean_lengths=True,
+        mean_lengths=simulated.lengths_of is LengthsOf.MEAN,
     )
     mix = AdapterMix(ranks=drawn.ranks, order=rng.permutation(len(drawn.ranks)))
-    offered_tok_s = num_requests * simulated.longest / duration_s
+    offered_tok_s = int((requests.prompt_tokens + requests.output_tokens).sum()) / duration_s
     found = predict_requests(simulated.profile, task.limits, requests, mix, offered_tok_s=offered_tok_s)
     features = features_of(drawn.rates_rps, drawn.ranks, drawn.num_slots)
-    return [task.point, *features.tolist(), found.total_tok_s, int(found.is_starved)]
+    return [task.point, *features.tolist(), offered_tok_s, found.total_tok_s, int(found.is_starved)]

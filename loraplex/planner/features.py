@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from operator import attrgetter
 from typing import Final
 
 import numba
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.queued import columns_of
 
 Floats = npt.NDArray[np.float64]
 Features = npt.NDArray[np.float32]
@@ -43,18 +43,20 @@ FEATURE_UNITS: Final = {
     "sum_bytes": "bytes of all adapters",
 }
 SUM_RATE: Final = _OF_ADAPTERS.index("sum_rate")
+STD_RATE: Final = _OF_ADAPTERS.index("std_rate")
+MAX_SIZE: Final = _OF_ADAPTERS.index("max_size")
 
 
 def slot_features(adapters: Sequence[AdapterDemand], num_slots: int) -> Features:
     """Return the features of an engine with slots that serves these adapters."""
-    return features_of(*_rates_and_ranks(adapters), num_slots)
+    return features_of(*rates_and_ranks(adapters), num_slots)
 
 
 def own_features(adapters: Sequence[AdapterDemand], bytes_of_rank: Callable[[int], int]) -> Features:
     """Return the features of an engine without slots. `bytes_of_rank`: size of an adapter of this rank."""
     of_rank = Counter(each.rank for each in adapters)
     num_bytes = sum(count * bytes_of_rank(rank) for rank, count in of_rank.items())
-    return features_of(*_rates_and_ranks(adapters), num_bytes)
+    return features_of(*rates_and_ranks(adapters), num_bytes)
 
 
 def features_of(rates_rps: Floats, ranks: Floats, last: float) -> Features:
@@ -64,12 +66,10 @@ def features_of(rates_rps: Floats, ranks: Floats, last: float) -> Features:
     return found
 
 
-def _rates_and_ranks(adapters: Sequence[AdapterDemand]) -> tuple[Floats, Floats]:
-    count = len(adapters)
-    return (
-        np.fromiter(map(attrgetter("rate_rps"), adapters), np.float64, count),
-        np.fromiter(map(attrgetter("rank"), adapters), np.float64, count),
-    )
+def rates_and_ranks(adapters: Sequence[AdapterDemand]) -> tuple[Floats, Floats]:
+    """Return the rates, in requests per second, and the ranks of these adapters."""
+    rates_rps, ranks = columns_of(adapters)
+    return np.frombuffer(rates_rps, np.float64), np.frombuffer(ranks, np.float64)
 
 
 @numba.njit(cache=True, nogil=True)

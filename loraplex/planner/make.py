@@ -23,6 +23,7 @@ from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.packing.packer import Packer
 from loraplex.planner.packing.random_packing import RandomPacking
 from loraplex.planner.plan import Plan
+from loraplex.planner.steady_state import SteadyStateJudge
 from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
 PACKERS: Final = {
@@ -46,7 +47,9 @@ _SPREADS: Final = ("least-rate", *_SPREADS_BLINDLY)
 _BEGIN_WITH: Final = 0.6
 """Where to begin for these: a share of the GPUs that would be needed if adapters cost nothing."""
 _MOST_JUDGEMENTS: Final = 60
-"""Most questions to the twin by which a packing is improved: each takes seconds."""
+_MOST_QUICK_JUDGEMENTS: Final = 20_000
+"""Most questions by which a packing is improved: to the twin, which takes seconds for each, or to a quick
+judge."""
 _MOST_GPUS: Final = 10_000
 
 
@@ -83,8 +86,8 @@ def make_plan(
     objective: Objective = NO_LIMITS,
     report: Callable[[float], None] = lambda share: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the twin. `report`: gets
-    the share of adapters that it was asked about.
+    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
+    own engine, and the twin of others. `report`: gets the share of adapters that it was asked about.
 
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
@@ -95,10 +98,18 @@ def make_plan(
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
     check_lengths(profile, demand)
-    asked = judge or TwinJudge(profile, demand, objective=objective)
-    reporting = ReportingJudge(asked, len(demand.adapters), report)
-    chosen = packer_of(packer, profile, demand, reporting)
-    if judge is None and packer in ("least-rate", "random"):
+    is_trained = judge is not None
+    judge = judge or default_judge(profile, demand, objective)
+    is_quick = not isinstance(judge, TwinJudge)
+    reporting = ReportingJudge(judge, len(demand.adapters), report)
+    chosen = packer_of(
+        packer,
+        profile,
+        demand,
+        reporting,
+        most_judgements=_MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS,
+    )
+    if packer in ("least-rate", "random") and not is_trained:  # surrogates know nothing of single adapters
         check_hardest(demand, reporting, has_slots=not isinstance(profile, CostModel))
     if num_gpus is None:
         if packer in _SPREADS_BLINDLY:
@@ -117,6 +128,13 @@ def make_plan(
     )
 
 
+def default_judge(profile: Profile, demand: Demand, objective: Objective = NO_LIMITS) -> Judge:
+    """Return the judge that needs no training."""
+    if isinstance(profile, CostModel) and not objective.has_limits:
+        return SteadyStateJudge(profile, demand)
+    return TwinJudge(profile, demand, objective=objective)
+
+
 def _fewest(packer: str, profile: Profile, demand: Demand) -> int:
     """Return a number of GPUs to begin with, fewer than which certainly starve."""
     if packer not in _SPREADS:
@@ -125,15 +143,18 @@ def _fewest(packer: str, profile: Profile, demand: Demand) -> int:
     return max(int(_BEGIN_WITH * offered_tok_s / most_of_base_model(profile, demand)), 1)
 
 
-def packer_of(name: str, profile: Profile, demand: Demand, judge: Judge) -> Packer:
-    """Return the packer of that name. Raises PlanError if there is none."""
+def packer_of(
+    name: str, profile: Profile, demand: Demand, judge: Judge, *, most_judgements: int = _MOST_JUDGEMENTS
+) -> Packer:
+    """Return the packer of that name. `most_judgements`: for those that improve. Raises PlanError if there is
+    none."""
     has_slots = not isinstance(profile, CostModel)
     match name:
         case "max-pack":
             return MaxPack(judge=judge, has_slots=has_slots)
         case "improved":
             packer = MaxPack(judge=judge, has_slots=has_slots)
-            return LocalImprovement(packer=packer, judge=judge, most_judgements=_MOST_JUDGEMENTS)
+            return LocalImprovement(packer=packer, judge=judge, most_judgements=most_judgements)
         case "least-rate":
             return LeastRate(judge=judge, has_slots=has_slots)
         case "max-base" | "max-base-half":

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from loraplex.planner.features import SUM_RATE
-from loraplex.planner.trees import LEAF_PER_RATE, Tree
+from loraplex.planner.trees import Tree
 
 _DIGITS: Final = 4
 """Significant digits that people read; the source has all of them."""
@@ -16,7 +15,8 @@ def rules_text(tree: Tree, names: Sequence[str], value_text: Callable[[str], str
     """Return one line per rule: "sum_rate <= 23.5 and adapter_slots > 144 -> 3071". `value_text`: how the
     number of a leaf reads."""
     return [
-        f"{' and '.join(_merged(conditions, names)) or 'always'} -> {value_text(_leaf(leaf, names, _DIGITS))}"
+        f"{' and '.join(_merged(conditions, names)) or 'always'} -> "
+        + value_text(f"{leaf.number:.{_DIGITS}g}")
         for conditions, leaf in _rules(tree, ())
     ]
 
@@ -72,15 +72,10 @@ def _merged(conditions: Sequence[Condition], names: Sequence[str]) -> list[str]:
     return texts
 
 
-def _leaf(leaf: Tree, names: Sequence[str], digits: int | None = None) -> str:
-    number = repr(leaf.number) if digits is None else f"{leaf.number:.{digits}g}"
-    return f"{number} * {names[SUM_RATE]}" if leaf.feature == LEAF_PER_RATE else number
-
-
 def _statements(tree: Tree, names: Sequence[str], depth: int) -> Iterator[str]:
     pad = "    " * depth
     if tree.left is None or tree.right is None:
-        yield f"{pad}return {_leaf(tree, names)}"
+        yield f"{pad}return {tree.number!r}"
         return
     yield f"{pad}if {names[tree.feature]} <= {tree.number!r}:"
     yield from _statements(tree.left, names, depth + 1)

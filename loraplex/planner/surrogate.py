@@ -3,20 +3,23 @@ a good part of a second."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, EngineKind, Features, slot_features
+from loraplex.planner.features import FEATURE_NAMES, MAX_SIZE, SUM_RATE, EngineKind, Features, slot_features
 from loraplex.planner.judge import Verdict
 from loraplex.planner.trained_on import TrainedOn, fingerprint
 from loraplex.planner.trees import Forest, forest_value
-from loraplex.twin.slot_state import Floats
+from loraplex.twin.outcome import STARVED_BELOW
+from loraplex.twin.slot_state import Flags, Floats
 
 STARVED_ABOVE: Final = 0.5
 """Value of the starvation forest, the share of its trees' votes, above which a GPU starves."""
@@ -36,13 +39,16 @@ class Predicted(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Surrogate:
     """Forests for one engine, profile and length of requests. `ranges`: least and greatest value of each
-    feature in training, one row per feature. `accuracy`: by measure, on runs not trained on, for people."""
+    feature in training, one row per feature. `throughput`: what a GPU serves, if so much is offered; the
+    logarithm of it if `in_logarithms`. `starvation`: share of votes that it starves; None if that follows
+    from the throughput. `accuracy`: by measure, on runs not trained on, for people."""
 
     engine: EngineKind
     trained_on: TrainedOn
     ranges: Floats
     throughput: Forest
-    starvation: Forest
+    starvation: Forest | None
+    in_logarithms: bool = False
     accuracy: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -50,21 +56,40 @@ class Surrogate:
         return FEATURE_NAMES[self.engine]
 
     def predict(self, features: Features) -> Predicted:
-        throughput_tok_s, share, outside = _predict(self.throughput, self.starvation, self.ranges, features)
+        most_tok_s, outside = _predict(self.throughput, self.ranges, features)
+        if self.in_logarithms:
+            most_tok_s = math.exp(most_tok_s)
+        offered_tok_s = self.trained_on.request_tokens * float(features[SUM_RATE])
+        if self.starvation is None:
+            is_starved = most_tok_s < STARVED_BELOW * offered_tok_s
+        else:
+            is_starved = self.starvation.value(features) > STARVED_ABOVE
         names = self._named(outside) if outside else ()
-        return Predicted(throughput_tok_s, share > STARVED_ABOVE, names)
+        return Predicted(min(most_tok_s, offered_tok_s), is_starved, names)
+
+    def predict_all(self, features: npt.NDArray[np.float32]) -> tuple[Floats, Flags]:
+        """Return the throughput and whether a GPU starves, of many queries, one per row."""
+        most_tok_s = self.throughput.values(features)
+        if self.in_logarithms:
+            most_tok_s = np.exp(most_tok_s)
+        offered_tok_s = self.trained_on.request_tokens * features[:, SUM_RATE].astype(np.float64)
+        if self.starvation is None:
+            is_starved = most_tok_s < STARVED_BELOW * offered_tok_s
+        else:
+            is_starved = self.starvation.values(features) > STARVED_ABOVE
+        return np.minimum(most_tok_s, offered_tok_s), is_starved
 
     def _named(self, outside: int) -> tuple[str, ...]:
         return tuple(name for place, name in enumerate(self.feature_names) if outside >> place & 1)
 
 
 @numba.njit(cache=True, nogil=True)
-def _predict(throughput, starvation, ranges, features):  # type: ignore[no-untyped-def]
+def _predict(throughput, ranges, features):  # type: ignore[no-untyped-def]
     outside = 0
     for place in range(len(features)):
         if not ranges[place, 0] <= features[place] <= ranges[place, 1]:
             outside |= 1 << place
-    return forest_value(throughput, features), forest_value(starvation, features), outside
+    return forest_value(throughput, features), outside
 
 
 class SurrogateJudge:
@@ -86,9 +111,9 @@ class SurrogateJudge:
         assert num_slots is not None, "an engine with slots"
         if not adapters:
             return Verdict(0.0, False)
-        if not self.fits(max(each.rank for each in adapters), num_slots):
-            return Verdict(0.0, True)
         features = slot_features(adapters, num_slots)
+        if not self.fits(int(features[MAX_SIZE]), num_slots):
+            return Verdict(0.0, True)
         found = self._surrogate.predict(features)
         if found.outside:
             self._remember(features, found.outside)

@@ -1,9 +1,9 @@
 """Surrogates as JSON files, read strictly: a misread threshold would be wrong in every plan.
 
-    {"version": 1, "kind": "planner surrogate", "engine": "slots", "trained_on": {...},
+    {"version": 2, "kind": "planner surrogate", "engine": "slots", "trained_on": {...},
      "ranges": {"served_adapters": [8.0, 384.0], ...}, "units": {...},
-     "throughput": {"num_trees": 32, "num_nodes": 9172, "nodes": BASE64}, "starvation": {...},
-     "accuracy": {...}, "environment": {...}}
+     "in_logarithms": true, "throughput": {"num_trees": 300, "num_nodes": 9172, "nodes": BASE64},
+     "starvation": {...} or null, "accuracy": {...}, "environment": {...}}
 
 `nodes` are the arrays of a `Forest` behind one another, little-endian and compressed: a large forest takes
 megabytes so, and tens of them in digits. `environment`: date and versions, for people.
@@ -30,18 +30,18 @@ from loraplex.planner.demand import PlanError
 from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, EngineKind
 from loraplex.planner.surrogate import Surrogate, check_profile
 from loraplex.planner.trained_on import TrainedOn
-from loraplex.planner.trees import LEAF_PER_RATE, Forest
+from loraplex.planner.trees import LEAF, Forest
 from loraplex.twin.slot_state import Floats
 
-VERSION: Final = 1
+VERSION: Final = 2
 KIND: Final = "planner surrogate"
 _ADVICE: Final = "train it again with `loraplex plan train`"
 _MAX_FILE_BYTES: Final = 1 << 30
 _MAX_NODES: Final = 100_000_000
 _DTYPES: Final = {"roots": "<i8", "feature": "<i1", "number": "<f8", "right": "<i4"}
 _UNITS: Final = {
-    "throughput": "prompt and answer tokens per second",
-    "starvation": "share of votes for less than 0.9 of the offered tokens being served",
+    "throughput": "prompt and answer tokens per second served, if so many are offered, or their logarithm",
+    "starvation": "share of votes for less than 0.9 of the offered tokens being served; null: by throughput",
     "trained_on": "tokens of a request, and seconds of a run",
 }
 
@@ -59,8 +59,9 @@ def surrogate_to_json(surrogate: Surrogate, environment: Mapping[str, Any] | Non
         "trained_on": surrogate.trained_on.as_json(),
         "ranges": dict(zip(names, surrogate.ranges.tolist(), strict=True)),
         "units": {**{name: FEATURE_UNITS[name] for name in names}, **_UNITS},
+        "in_logarithms": surrogate.in_logarithms,
         "throughput": _forest_to_json(surrogate.throughput),
-        "starvation": _forest_to_json(surrogate.starvation),
+        "starvation": None if surrogate.starvation is None else _forest_to_json(surrogate.starvation),
         "accuracy": dict(surrogate.accuracy),
         "environment": dict(environment or {}),
     }
@@ -112,12 +113,14 @@ def surrogate_from_json(text: str) -> Surrogate:
         raise ValueError(f"engine is {engine!r}, not one of {', '.join(EngineKind)}")
     names = FEATURE_NAMES[EngineKind(engine)]
     accuracy = top.child("accuracy")
+    starvation = top.optional("starvation")
     surrogate = Surrogate(
         engine=EngineKind(engine),
         trained_on=TrainedOn.of_json(top.take("trained_on")),
         ranges=_ranges(top.child("ranges"), names),
         throughput=_forest(top.child("throughput"), len(names)),
-        starvation=_forest(top.child("starvation"), len(names)),
+        starvation=None if starvation is None else _forest(starvation, len(names)),
+        in_logarithms=top.flag("in_logarithms"),
         accuracy={name: accuracy.number(name) for name in accuracy.names},
     )
     for name in ("units", "environment"):
@@ -182,6 +185,6 @@ def _check(forest: Forest, place: str, num_features: int) -> None:
     is_inner = forest.feature >= 0
     goes_on = (forest.right > index + 1) & (forest.right < num_nodes)
     roots_ok = forest.roots[0] == 0 and (np.diff(forest.roots) > 0).all() and forest.roots[-1] < num_nodes
-    features_ok = (forest.feature >= LEAF_PER_RATE).all() and (forest.feature < num_features).all()
+    features_ok = (forest.feature >= LEAF).all() and (forest.feature < num_features).all()
     if not (roots_ok and features_ok and goes_on[is_inner].all()):
         raise ValueError(f"{place}: the nodes are no trees")

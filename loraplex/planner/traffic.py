@@ -20,6 +20,7 @@ _MAX_TIMES_MEAN: Final = 4
 """Drawn lengths are cut at this many times their mean."""
 _MOST_REQUESTS: Final = 5_000_000
 """Requests of one run above which drawing and simulating them would exhaust a machine's memory."""
+_NUM_SAMPLES: Final = 20_000
 
 
 class LengthsOf(StrEnum):
@@ -65,6 +66,12 @@ def draw_requests(
 def longest_request(demand: Demand) -> tuple[int, int]:
     """Return the most tokens that a prompt and an answer may have."""
     return round(_MAX_TIMES_MEAN * demand.prompt_tokens), round(_MAX_TIMES_MEAN * demand.output_tokens)
+
+
+def length_moments(mean: float) -> tuple[float, float]:
+    """Return the mean of drawn lengths, which cutting lowers a little, and of their squares."""
+    drawn = _lengths(np.random.default_rng(0), mean, _NUM_SAMPLES, LengthsOf.DRAWN).astype(np.float64)
+    return float(drawn.mean()), float((drawn**2).mean())
 
 
 def _lengths(rng: np.random.Generator, mean: float, count: int, lengths: LengthsOf) -> npt.NDArray[np.int64]:

@@ -12,15 +12,22 @@ from loraplex.perf.slot_profile import SlotProfile, slot_profile_to_json
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedOn:
     """`profile`: the name it was given by. `profile_sha256`: a hash of its content. `prompt_tokens`,
-    `output_tokens`: of every request. `duration_s`: simulated seconds of each run."""
+    `output_tokens`: mean of the requests. `lengths`: a name of `LengthsOf`. `duration_s`: simulated seconds
+    of each run."""
 
     profile: str
     profile_sha256: str
     model: str
     hardware: str
+    lengths: str
     prompt_tokens: float
     output_tokens: float
     duration_s: float
+
+    @property
+    def request_tokens(self) -> float:
+        """Mean tokens of a request, prompt and answer."""
+        return self.prompt_tokens + self.output_tokens
 
     def as_json(self) -> dict[str, str | float]:
         return asdict(self)

@@ -13,6 +13,7 @@ import numpy as np
 
 from loraplex.core.errors import UserError
 from loraplex.core.progress import Report
+from loraplex.planner import capacity
 from loraplex.planner.dataset import Dataset, DatasetError
 from loraplex.planner.features import EngineKind
 from loraplex.planner.searches import (
@@ -23,7 +24,6 @@ from loraplex.planner.searches import (
     regression_options,
     small_tree_options,
 )
-from loraplex.planner.small_trees import pruned
 from loraplex.planner.surrogate import STARVED_ABOVE, Surrogate
 from loraplex.planner.trees import LEAF, Forest, Tree, collapsed, forest_of, mapped_leaves, tree_of
 from loraplex.twin.scores import in_authors_unit, macro_f1, smape
@@ -35,8 +35,6 @@ _SEED: Final = 0
 _LEAST_ROWS: Final = 100
 _HELD_OUT: Final = 5
 """One row in so many is held out, to measure the accuracy."""
-_GROWN_TIMES: Final = 8
-"""Times as many rules as are wanted, from which those are merged that say nearly the same."""
 _TOO_COMPLEX: Final = -1e9
 _MAX_SVM_ITERATIONS: Final = 1_000_000
 _ROUND_FACTOR: Final = 3
@@ -81,35 +79,60 @@ def accuracy(throughput_tok_s: Floats, is_starved: Flags, held_out: Dataset) -> 
 
 
 def surrogate_accuracy(surrogate: Surrogate, held_out: Dataset) -> dict[str, float]:
-    features = held_out.features.astype(np.float32)
-    is_starved = surrogate.starvation.values(features) > STARVED_ABOVE
-    return accuracy(surrogate.throughput.values(features), is_starved, held_out)
+    return accuracy(*surrogate.predict_all(held_out.features.astype(np.float32)), held_out)
 
 
 def train_forest(
     dataset: Dataset,
-    search: Search = Search.QUICK,
+    search: Search | None = None,
     *,
     num_jobs: int | None = -1,
     progress: Report | None = None,
 ) -> Surrogate:
-    """Return a random forest with its accuracy on rows that it was not trained on."""
+    """Return a forest with its accuracy on rows that it was not trained on. `search`: None for boosted trees
+    of what a GPU serves at most (see `capacity`); otherwise random forests, as in the paper."""
     rows, held_out = split(dataset)
-    found = forest_surrogate(train(rows, ModelKind.FOREST, search, num_jobs, progress), rows)
+    if search is None:
+        found = capacity_forest(rows)
+    else:
+        found = forest_surrogate(train(rows, ModelKind.FOREST, search, num_jobs, progress), rows)
     return replace(found, accuracy=surrogate_accuracy(found, held_out))
 
 
 def train_small_tree(
     dataset: Dataset,
-    search: Search = Search.QUICK,
+    search: Search | None = None,
     *,
     num_jobs: int | None = -1,
     progress: Report | None = None,
 ) -> Surrogate:
-    """Return a tree of at most 32 rules with its accuracy on rows that it was not trained on."""
+    """Return a tree of at most 32 rules with its accuracy on rows that it was not trained on. `search`: as in
+    `train_forest`."""
     rows, held_out = split(dataset)
-    found = refine(rows, search, num_jobs, progress)
+    found = capacity_trees(rows) if search is None else refine(rows, search, num_jobs, progress)
     return replace(found, accuracy=surrogate_accuracy(found, held_out))
+
+
+def capacity_forest(rows: Dataset) -> Surrogate:
+    """Return boosted trees of what a GPU serves at most."""
+    _check(rows)
+    _models(ModelKind.FOREST)  # says so if scikit-learn is missing
+    model = capacity.fit_boosted(rows)
+    first = float(model.init_.constant_[0, 0])
+    times = len(model.estimators_) * model.learning_rate
+    # The sum of all trees, as the mean that a forest is.
+    trees = [_tree(each.tree_, first + times * each.tree_.value[:, 0, 0]) for each in model.estimators_[:, 0]]
+    return _surrogate(forest_of(trees), None, rows, in_logarithms=True)
+
+
+def capacity_trees(rows: Dataset, *, max_rules: int = MAX_RULES) -> Surrogate:
+    """Return a tree of what a GPU serves at most, and one of whether it starves, of at most `max_rules`."""
+    _check(rows)
+    _models(ModelKind.FOREST)
+    throughput, starvation = (each.tree_ for each in capacity.fit_trees(rows, max_rules))
+    most = _tree(throughput, np.exp(throughput.value[:, 0, 0]))
+    starves = _tree(starvation, (_shares(starvation, 1) > STARVED_ABOVE).astype(np.float64))
+    return _surrogate(forest_of([collapsed(most)]), forest_of([collapsed(starves)]), rows)
 
 
 def train(
@@ -142,16 +165,15 @@ def refine(
     progress: Report | None = None,
     *,
     max_rules: int = MAX_RULES,
-    per_rate: bool = True,
 ) -> Surrogate:
-    """Search for one tree each that has at most `max_rules`. `per_rate`: a rule may also give the throughput
-    as a multiple of the rate; without, rules are those of the paper."""
+    """Search for one tree each, for throughput and for starvation, that has at most `max_rules`, as in the
+    paper."""
     _check(rows)
     regressor, classifier = _models(ModelKind.FOREST)
     searches = _Searches("small tree", rows, num_jobs, progress)
     forests = (regression_options(ModelKind.FOREST, search), class_options(ModelKind.FOREST, search))
     of_rate, of_class = _SmallTreeScore(max_rules, False), _SmallTreeScore(max_rules, True)
-    model, tree = of_rate.best(
+    _, tree = of_rate.best(
         searches.throughput(regressor, options, of_rate)
         for options in small_tree_options(forests[0], search, max_rules)
     )
@@ -159,10 +181,6 @@ def refine(
         searches.starvation(classifier, options, of_class)
         for options in small_tree_options(forests[1], search, max_rules)
     )
-    if per_rate:
-        model.set_params(max_leaf_nodes=_GROWN_TIMES * max_rules)
-        large = tree_of(_regression_forest(model.fit(rows.features, rows.throughput_tok_s)))
-        tree = pruned(large, rows.features, rows.throughput_tok_s, max_rules)
     return _surrogate(forest_of([collapsed(tree)]), forest_of([class_tree]), rows)
 
 
@@ -172,13 +190,16 @@ def forest_surrogate(trained: Trained, rows: Dataset) -> Surrogate:
     return _surrogate(_regression_forest(trained.throughput), _class_forest(trained.starvation), rows)
 
 
-def _surrogate(throughput: Forest, starvation: Forest, rows: Dataset) -> Surrogate:
+def _surrogate(
+    throughput: Forest, starvation: Forest | None, rows: Dataset, *, in_logarithms: bool = False
+) -> Surrogate:
     return Surrogate(
         engine=EngineKind.SLOTS,
         trained_on=rows.trained_on,
         ranges=np.stack((rows.features.min(axis=0), rows.features.max(axis=0)), axis=1),
         throughput=throughput,
         starvation=starvation,
+        in_logarithms=in_logarithms,
     )
 
 

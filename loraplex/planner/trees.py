@@ -2,11 +2,10 @@
 
 Nodes are in preorder: the left child of an inner node follows it, `right` is the other one.
 
-| feature        | number      | meaning                                                  |
-|----------------|-------------|----------------------------------------------------------|
-| 0, 1, ...      | threshold   | left if the feature is at most the threshold, else right |
-| LEAF           | value       | the value itself                                         |
-| LEAF_PER_RATE  | value       | the value times the feature `sum_rate`                   |
+| feature   | number      | meaning                                                  |
+|-----------|-------------|----------------------------------------------------------|
+| 0, 1, ... | threshold   | left if the feature is at most the threshold, else right |
+| LEAF      | value       | the value itself                                         |
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.planner.features import SUM_RATE, Features
+from loraplex.planner.features import Features
 from loraplex.twin.slot_state import Floats, Ints
 
 LEAF: Final = -1
-LEAF_PER_RATE: Final = -2
 
 Node = tuple[int, float]
 """Feature and number."""
@@ -58,10 +56,7 @@ def forest_value(forest, features):  # type: ignore[no-untyped-def]
         at = root
         while forest.feature[at] >= 0:
             at = at + 1 if features[forest.feature[at]] <= forest.number[at] else forest.right[at]
-        if forest.feature[at] == LEAF:
-            total += forest.number[at]
-        else:
-            total += forest.number[at] * features[SUM_RATE]
+        total += forest.number[at]
     return total / len(forest.roots)
 
 

@@ -86,7 +86,7 @@ class RequestQueues:
         self.table.remove(sequence)
         self.is_settled = False
         if sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self.waiting.give_up(sequence)
         else:
             self.running.remove(sequence)
             self.slots.leave(sequence.adapter)

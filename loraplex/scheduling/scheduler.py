@@ -41,7 +41,8 @@ class Scheduler:
     """Owns the queues; it and its parts are the only ones to change the memory's state."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None = None) -> None:
-        """`costs`: measured and predicted costs, which `ColdStart.AUTO` and swapping decide by."""
+        """`costs`: measured and predicted costs, which `ColdStart.AUTO`, swapping and batching decide
+        by."""
         self._config = config
         self._memory = memory
         self._pool = memory.pool

@@ -74,6 +74,10 @@ class WaitingQueue:
         else:
             self._num_on[version] -= 1
 
+    def give_up(self, request: RequestState) -> None:
+        """Remove a request that will not run: it was cancelled, or failed."""
+        self.remove(request)
+
     def admitted(self, request: RequestState, now_s: float) -> None:
         """Record that a request is admitted for the first time. `now_s`: sum of the predicted seconds of all
         steps so far."""

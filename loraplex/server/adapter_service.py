@@ -85,7 +85,8 @@ OnStaged = Callable[[str], None]
 class AdapterService:
     """Lookup, load, reload and unload of adapters, for one base model. Used from one event loop.
 
-    `on_dropped` is called with a name that another server has unloaded, once the name is free.
+    `on_dropped` is called with a name that another server has unloaded, once the name is free; `on_changed`
+    after a name stands for another version, or for one more.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class AdapterService:
         self.registered = RegisteredNames(registry)
         self.follower = RegistryFollower(self.registered, self.files, self)
         self.on_dropped: Callable[[str], None] = lambda name: None
+        self.on_changed: Callable[[], None] = lambda: None
         self.left_out: dict[str, LeftOut] = {}
         """Names that are not served because their adapters could not be read at the start, or the engine
         refused them (see the module `left_out`)."""
@@ -356,6 +358,7 @@ class AdapterService:
         before = self._served.get(after.name)
         self._served[after.name] = after
         self.left_out.pop(after.name, None)
+        self.on_changed()
         for version in set() if before is None else before.versions - after.versions:
             self._retire_if_unused(version)
         return after

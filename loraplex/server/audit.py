@@ -89,6 +89,8 @@ def audited_replicas(scope: Scope, clock: Clock, **asked: int | None) -> Iterato
         raise
     finally:
         verb = scope["path"].rpartition("/")[2]
+        if scope["method"] == "DELETE":
+            verb = f"release {verb}"
         _log(record, f"fleet {verb}", error, clock.now_s() - started_s, **asked)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
+
+from loraplex.fleet.plan import Entry
 
 SHUTTING_DOWN: Final = "the server is shutting down; send the request again later"
 
@@ -96,6 +99,29 @@ class Fleet(Protocol):
 
     @property
     def replicas(self) -> list[ReplicaStatus]: ...
+
+    @property
+    def has_placement(self) -> bool:
+        """Return whether adapters are placed; otherwise every replica serves all of them. Raises
+        ServerStartingError until that is known."""
+        ...
+
+    def give(self, given: Mapping[str, Entry]) -> None:
+        """Keep these entries of versions instead of the policy's, and begin to carry them out; with none, let
+        the policy place all adapters again. The fleet has a placement."""
+        ...
+
+    def placed_on(self, version: str) -> Entry | None:
+        """Return the replicas that serve a version, and their shares; None if all do."""
+        ...
+
+    def waiting(self, version: str) -> list[int]:
+        """Return the replicas that are to load a version before its requests go there."""
+        ...
+
+    def num_bytes(self, version: str) -> int:
+        """Return the bytes of a version."""
+        ...
 
     def drain(self, number: int, *, move: bool = False) -> None: ...
 

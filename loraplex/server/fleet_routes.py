@@ -16,12 +16,14 @@ from loraplex.server.audit import audited_replicas
 from loraplex.server.auth import Administrators
 from loraplex.server.body import BodyReader
 from loraplex.server.engine_status import Fleet
+from loraplex.server.fleet.given_placement import GivenPlacement
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
-from loraplex.server.requests import LeaveRequest, ReplicaRequest, ScaleRequest
-from loraplex.server.responses import LeftOutInfo, ReplicaInfo, ReplicaList
+from loraplex.server.requests import LeaveRequest, PlacementRequest, ReplicaRequest, ScaleRequest
+from loraplex.server.responses import LeftOutInfo, Placement, ReplicaInfo, ReplicaList
 
 _ERRORS: Final = (401, 403, 503)
+_PLACEMENT_PATH: Final = "/v1/fleet/placement"
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -33,6 +35,7 @@ def fleet_router(
     clock: Clock,
 ) -> APIRouter:
     router = APIRouter()
+    _add_placement(router, GivenPlacement(fleet, adapters), administrators, bodies, clock)
 
     @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401,)))
     async def replicas() -> Response:
@@ -77,6 +80,51 @@ def fleet_router(
         lambda body: fleet.scale(body.replicas, move=body.move),
     )
     return router
+
+
+def _add_placement(
+    router: APIRouter,
+    placement: GivenPlacement,
+    administrators: Administrators,
+    bodies: BodyReader,
+    clock: Clock,
+) -> None:
+    @router.get(
+        _PLACEMENT_PATH,
+        **operation(summary="List where adapters are served", answer=Placement, errors=(401, 503)),
+    )
+    async def placed() -> Response:
+        return json_response(placement.state())
+
+    @router.put(
+        _PLACEMENT_PATH,
+        **operation(
+            summary="Serve adapters by these replicas instead of those that the policy chooses",
+            body=PlacementRequest,
+            answer=Placement,
+            errors=_ERRORS,
+        ),
+    )
+    async def give(request: Request) -> Response:
+        administrators.require(request.scope)
+        async with bodies.read(request, PlacementRequest) as body:
+            with audited_replicas(
+                request.scope, clock, adapters=len(body.adapters), dry_run=body.dry_run or None
+            ):
+                placement.give(body)
+        return json_response(placement.state())
+
+    @router.delete(
+        _PLACEMENT_PATH,
+        **operation(
+            summary="Let the policy place all adapters again", answer=Placement, errors=(400, *_ERRORS)
+        ),
+    )
+    async def release(request: Request) -> Response:
+        administrators.require(request.scope)
+        with audited_replicas(request.scope, clock):
+            placement.release()
+        return json_response(placement.state())
 
 
 def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:

@@ -15,6 +15,7 @@ from loraplex.core.clock import Clock
 from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.failure import Failure
+from loraplex.server.recent_demand import RecentDemand
 
 TTFT_BUCKETS_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
@@ -123,6 +124,7 @@ class ServerMetrics:
         self.inter_token = Histogram(ITL_BUCKETS_S)
         self.per_output_token = Histogram(ITL_BUCKETS_S)
         self.e2e = Histogram(LATENCY_BUCKETS_S)
+        self.demand = RecentDemand(clock)
         self._traffic: dict[str, Traffic] = {}
 
     def traffic(self, adapter: str) -> Traffic:
@@ -142,7 +144,8 @@ class ServerMetrics:
         return self._traffic.get(adapter)
 
     def snapshot(self) -> ServerMetrics:
-        """Return a copy for another thread to read. Its cost grows with the adapters in use."""
+        """Return a copy for another thread to read, without `demand`. Its cost grows with the adapters in
+        use."""
         copied = ServerMetrics(self.clock)
         copied.num_prompt_tokens = self.num_prompt_tokens
         copied.num_generation_tokens = self.num_generation_tokens
@@ -155,6 +158,7 @@ class ServerMetrics:
     def forget(self, adapter: str) -> None:
         """Drop an adapter's counters; requests in flight keep counting into the dropped object."""
         self._traffic.pop(adapter, None)
+        self.demand.forget(adapter)
 
     def meter(
         self,
@@ -169,7 +173,9 @@ class ServerMetrics:
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
         traffic.num_canary_requests += is_canary
-        return RequestMeter(self, traffic, num_prompt_tokens, num_choices, arrival_s)
+        self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_prompt_tokens)
+        demand = None if adapter is None else self.demand
+        return RequestMeter(self, traffic, demand, num_prompt_tokens, num_choices, arrival_s)
 
 
 class RequestMeter:
@@ -179,12 +185,14 @@ class RequestMeter:
         self,
         metrics: ServerMetrics,
         traffic: Traffic,
+        demand: RecentDemand | None,
         num_prompt_tokens: int,
         num_choices: int,
         arrival_s: float,
     ) -> None:
         self._metrics = metrics
         self._traffic = traffic
+        self._demand = demand
         self._num_prompt_tokens = num_prompt_tokens
         self.num_choices = num_choices
         self.finish_reasons: Counter[FinishReason] = Counter()
@@ -245,6 +253,8 @@ class RequestMeter:
         self._traffic.num_running -= 1
         if num_unfinished:
             return  # cut short: its duration says nothing about the server
+        if self._demand is not None:
+            self._demand.answered(num_choices=self.num_choices, num_output_tokens=self._num_tokens)
         now_s = self._metrics.clock.now_s()
         self._metrics.e2e.observe(now_s - self._arrival_s)
         if self._num_tokens > 1:

@@ -24,7 +24,16 @@ from loraplex.server.requests import (
     RollBackAdapterRequest,
     UnloadAdapterRequest,
 )
-from loraplex.server.responses import AdapterInfo, AdapterList, CanaryInfo, Model, ModelList, PreviousVersion
+from loraplex.server.responses import (
+    AdapterDemandInfo,
+    AdapterInfo,
+    AdapterList,
+    CanaryInfo,
+    DemandInfo,
+    Model,
+    ModelList,
+    PreviousVersion,
+)
 from loraplex.server.served_adapter import ServedAdapter, ServedCanary
 
 _TEXT: Final = "text/plain"
@@ -69,6 +78,13 @@ def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrato
         served = deps.adapters.served()
         data = [_adapter_info(deps, adapter, by_version, shows_paths=shows_paths) for adapter in served]
         return json_response(AdapterList(data=data))
+
+    @router.get(
+        "/v1/demand",
+        **operation(summary="Requests of the last half hour by adapter", answer=DemandInfo, errors=(401,)),
+    )
+    async def demand() -> Response:
+        return json_response(_demand_info(deps))
 
 
 def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administrators) -> None:
@@ -257,6 +273,22 @@ def _adapter_info(
         previous=[
             PreviousVersion(version=ref.version, path=ref.where if shows_paths else None)
             for ref in adapter.previous
+        ],
+    )
+
+
+def _demand_info(deps: ServerDeps) -> DemandInfo:
+    measured = deps.metrics.demand.measured()
+    return DemandInfo(
+        seconds=round(measured.seconds, 3),
+        base_requests=measured.num_asked_of_base,
+        prompt_tokens=measured.prompt_tokens,
+        output_tokens=measured.output_tokens,
+        data=[
+            AdapterDemandInfo(
+                name=each.name, rank=each.spec.max_rank, requests=measured.num_asked.get(each.name, 0)
+            )
+            for each in deps.adapters.served()
         ],
     )
 

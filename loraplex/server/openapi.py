@@ -15,6 +15,7 @@ from loraplex.server.requests import (
     DetokenizeRequest,
     LeaveRequest,
     LoadAdapterRequest,
+    PlacementRequest,
     ReplicaRequest,
     RollBackAdapterRequest,
     ScaleRequest,
@@ -25,10 +26,12 @@ from loraplex.server.responses import (
     AdapterList,
     ChatCompletion,
     Completion,
+    DemandInfo,
     ErrorBody,
     Health,
     Model,
     ModelList,
+    Placement,
     ReplicaList,
     Text,
     Tokens,
@@ -55,8 +58,8 @@ BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
-    AdapterList, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
-    ScaleRequest, ReplicaList, ErrorBody,
+    AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
+    ScaleRequest, ReplicaList, PlacementRequest, Placement, ErrorBody,
 )  # fmt: skip
 
 

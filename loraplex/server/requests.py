@@ -184,6 +184,25 @@ class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     move: bool = False
 
 
+class GivenAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One adapter of a placement. `rank`: refused if the adapter has another one. `shares`: of its requests,
+    for each of its replicas; equal ones if left out."""
+
+    lora_name: str
+    rank: Count | None = None
+    replicas: list[int]
+    shares: list[Annotated[float, Meta(ge=1e-6, le=1.0)]] | None = None
+
+
+class PlacementRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`replicas`: the replicas that the placement was made for, which must be all of the fleet. `dry_run`:
+    check it, and change nothing."""
+
+    replicas: list[int]
+    adapters: list[GivenAdapter]
+    dry_run: bool = False
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either `prompt` or `messages` is given. By default special tokens are added to a prompt, not to
     messages."""

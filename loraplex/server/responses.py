@@ -190,6 +190,27 @@ class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[AdapterInfo]
 
 
+class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One served adapter. `requests`: answers that were asked for."""
+
+    name: str
+    rank: int
+    requests: int
+
+
+class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of the last half hour, or since the start: of the last `seconds`. `base_requests`: those
+    for the base model alone, which are in none of the other figures. `prompt_tokens` and `output_tokens`:
+    means of a request for an adapter; null until there is one, or one was answered."""
+
+    object: Literal["demand"] = "demand"
+    seconds: float
+    base_requests: int
+    prompt_tokens: float | None
+    output_tokens: float | None
+    data: list[AdapterDemandInfo]
+
+
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     count: int
@@ -241,6 +262,31 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ReplicaInfo]
     left_out: list[LeftOutInfo] = []
+
+
+class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one adapter is served. `replicas`: null if every replica serves every adapter. `given`: the
+    replicas that it was given; null if the policy places it. `waiting`: replicas that are to load it before
+    its requests go there; if there are none and `given` differs from `replicas`, they could not, or do not
+    serve at present."""
+
+    name: str
+    rank: int
+    bytes: int
+    replicas: list[int] | None
+    given: list[int] | None
+    waiting: list[int]
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """`is_given`: a placement was handed to the fleet; otherwise its policy places all adapters. `stands`:
+    every adapter is where it was given. `replicas`: all replicas of the fleet."""
+
+    object: Literal["placement"] = "placement"
+    is_given: bool
+    stands: bool
+    replicas: list[int]
+    data: list[PlacedAdapterInfo]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
 _MODULES: Final = GROUPS["qkv"]
-_MAX_RUNNING: Final = 256
+MAX_RUNNING: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,7 @@ class OwnEngines:
         cold_start = options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP)
         self._config = SchedulerConfig(
             max_model_len=self._has.max_context,
-            max_running=options.max_running or _MAX_RUNNING,
+            max_running=options.max_running or MAX_RUNNING,
             work=options.work
             or StepWork(max_tokens=self._has.step_tokens, position_cost=self._has.position_cost),
             cold_start=cold_start,

@@ -12,7 +12,7 @@ from loraplex.planner.dataset import Dataset, Simulated
 from loraplex.planner.features import FEATURE_NAMES, EngineKind
 from loraplex.planner.grid import GridPoint
 from loraplex.planner.surrogate import Surrogate
-from loraplex.planner.trees import LEAF, LEAF_PER_RATE, Tree, forest_of
+from loraplex.planner.trees import LEAF, Tree, forest_of
 from loraplex.twin.run_workload import Lengths
 
 PROFILE_NAME = "vllm-h100-llama-3.1-8b"
@@ -47,21 +47,21 @@ def random_features(rng: np.random.Generator, num_rows: int) -> np.ndarray:
 
 
 def made_up(num_rows: int = 200, seed: int = 0) -> Dataset:
-    """Return rows of an engine that serves at most 3,000 tokens per second, and fewer with many slots."""
+    """Return rows of an engine that serves at most 50,000 tokens per second, and fewer with many slots."""
     features = random_features(np.random.default_rng(seed), num_rows).astype(np.float64)
-    offered, capacity = features[:, 1] * 20, 3000 - 4 * features[:, 6]
+    offered, capacity = features[:, 1] * sum(LENGTHS), 50_000 - 80 * features[:, 6]
     return Dataset(
         trained_on=simulated().trained_on,
         features=features,
+        offered_tok_s=offered,
         throughput_tok_s=np.minimum(offered, capacity),
         is_starved=capacity < 0.9 * offered,
     )
 
 
 def by_hand() -> Surrogate:
-    """Return a surrogate of three rules: 100 tokens per request up to 20 requests per second."""
-    slots = Tree(6, 100.0, Tree(LEAF, 2000.0), Tree(LEAF, 1500.0))
-    throughput = Tree(1, 20.0, Tree(LEAF_PER_RATE, 100.0), slots)
+    """Return a surrogate of a GPU that serves 4,600 tokens per second, or fewer with many slots."""
+    throughput = Tree(6, 100.0, Tree(LEAF, 4600.0), Tree(LEAF, 3450.0))
     return Surrogate(
         engine=EngineKind.SLOTS,
         trained_on=simulated().trained_on,

@@ -131,9 +131,9 @@ def changed_header(lines: list[bytes], key: str, value: object) -> list[bytes]:
         (lambda lines: [b"some text", *lines], "it is no dataset; delete it"),
         (
             lambda lines: [lines[0], lines[1].replace(b", ", b", NaN, ", 1)],
-            "line 2 is not a row of 10 numbers",
+            "line 2 is not a row of 11 numbers",
         ),
-        (lambda lines: [lines[0], lines[1][:20], *lines[2:]], "line 2 is not a row of 10 numbers; delete it"),
+        (lambda lines: [lines[0], lines[1][:20], *lines[2:]], "line 2 is not a row of 11 numbers; delete it"),
         (lambda lines: lines[:1], "it has no rows yet"),
     ],
 )

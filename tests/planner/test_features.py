@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.features import FEATURE_NAMES, EngineKind, own_features, slot_features
-from loraplex.planner.grid import whole_grid
+from loraplex.planner.grid import draw, scaled_grid, whole_grid
 
 ADAPTERS = [
     AdapterDemand(name="a", rank=8, rate_rps=0.5),
@@ -32,3 +33,12 @@ def test_the_grid_is_every_choice_of_sizes_and_rates_with_as_many_slots_as_adapt
     assert len(points) == 10 * 220 * 66
     assert all(point.num_slots <= point.num_adapters for point in points)
     assert len(set(points)) == len(points)
+
+
+def test_scaled_rates_add_up_to_shares_of_what_the_base_model_serves() -> None:
+    points = scaled_grid(40.0)
+    sums = np.array([point.sum_rate_rps for point in points])
+    assert 0.8 <= sums.min() < sums.max() <= 52.0
+    assert np.median(sums) == pytest.approx((0.8 * 52.0) ** 0.5, rel=0.01)
+    point = points[-1]
+    assert draw(point, np.random.default_rng(0)).rates_rps.sum() == pytest.approx(point.sum_rate_rps)

@@ -154,7 +154,10 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((), "give --workload FILE or --adapters FILE"),
+        ((), "give --workload FILE or --adapters FILE or --from URL"),
+        (("--adapters", "TABLE", "--from", "http://127.0.0.1:9"), "one of them"),
+        (("--from", "http://127.0.0.1:9", *LENGTHS), "leave --prompt-tokens and the like out"),
+        (("--from", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
         (("--adapters", "TABLE"), "give --prompt-tokens and --output-tokens"),
         (("--workload", "TABLE", "--prompt-tokens", "5"), "leave --prompt-tokens and the like out"),
         (("--adapters", "TABLE", *LENGTHS, "--gpus", "0"), "Invalid value for '--gpus'"),
@@ -164,7 +167,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "adapter 'a1' starves a GPU alone"),
         (
             ("--adapters", "TABLE", "--prompt-tokens", "nan", "--output-tokens", "5"),
-            "Invalid value for '--prompt-tokens': nan is not in the range",
+            "Invalid value for '--prompt-tokens'",
         ),
         (("--adapters", "TABLE", "--prompt-tokens", "1e5", "--output-tokens", "5"), "requests are too long"),
         (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "has no meaning here; write 30ms or 0.03s"),

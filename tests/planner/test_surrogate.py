@@ -43,9 +43,9 @@ def judge() -> SurrogateJudge:
 
 
 def test_a_surrogate_judges_by_its_rules(judge: Judge) -> None:
-    assert judge.judge(adapters(10, 1.0), 4) == Verdict(1000.0, False)
-    assert judge.judge(adapters(30, 1.0), 4) == Verdict(2000.0, True)
-    assert judge.judge(adapters(30, 1.0), 128) == Verdict(1500.0, True)
+    assert judge.judge(adapters(10, 1.0), 4) == Verdict(2300.0, False)
+    assert judge.judge(adapters(30, 1.0), 4) == Verdict(4600.0, True)
+    assert judge.judge(adapters(30, 1.0), 128) == Verdict(3450.0, True)
     assert judge.judge([], 4) == Verdict(0.0, False)
 
 
@@ -92,6 +92,17 @@ def test_another_profile_is_refused(tmp_path: Path) -> None:
             SurrogateJudge(by_hand(), other, prompt_tokens=200, output_tokens=30)
 
 
+def test_a_surrogate_without_starvation_sees_it_in_the_throughput(tmp_path: Path) -> None:
+    path = tmp_path / "surrogate.json"
+    write_surrogate(path, replace(by_hand(), starvation=None))
+    judge = SurrogateJudge(
+        read_surrogate(path), slot_profile(), prompt_tokens=LENGTHS.prompt, output_tokens=LENGTHS.output
+    )
+    assert judge.judge(adapters(20, 1.0), 4) == Verdict(4600.0, False)
+    assert judge.judge(adapters(22, 1.0), 4) == Verdict(4600.0, False), "0.91 of what is offered"
+    assert judge.judge(adapters(23, 1.0), 4) == Verdict(4600.0, True)
+
+
 def test_a_file_holds_the_whole_surrogate(tmp_path: Path) -> None:
     path, written = tmp_path / "surrogate.json", replace(by_hand(), accuracy={"starvation_macro_f1": 0.5})
     write_surrogate(path, written, {"date": "2026-01-01"})
@@ -112,17 +123,17 @@ def with_nodes(document: dict[str, Any], change: Callable[[bytes], bytes]) -> No
 
 def with_a_cycle(document: dict[str, Any]) -> None:
     # The last number of the nodes is the `right` of the last one, the first of these that of the root.
-    with_nodes(document, lambda nodes: nodes[:-20] + bytes(20))
+    with_nodes(document, lambda nodes: nodes[:-12] + bytes(12))
 
 
 def with_nan(document: dict[str, Any]) -> None:
-    with_nodes(document, lambda nodes: nodes.replace(np.float64(1500).tobytes(), np.float64("nan").tobytes()))
+    with_nodes(document, lambda nodes: nodes.replace(np.float64(3450).tobytes(), np.float64("nan").tobytes()))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda document: document.update(version=2), "version 2, this loraplex reads version 1"),
+        (lambda document: document.update(version=1), "version 1, this loraplex reads version 2"),
         (lambda document: document.update(kind="slots"), "kind 'slots', not 'planner surrogate'"),
         (lambda document: document.update(engine="other"), "engine is 'other', not one of slots, own"),
         (lambda document: document.pop("throughput"), "has no 'throughput'"),
@@ -131,9 +142,9 @@ def with_nan(document: dict[str, Any]) -> None:
         (lambda document: document["ranges"].update(sum_rate=[2, 1]), "a least one above the greatest"),
         (lambda document: document["ranges"].update(sum_rate=[0, float("nan")]), "is not finite"),
         (lambda document: document["throughput"].update(nodes="####"), "cannot be unpacked"),
-        (lambda document: document["throughput"].update(num_nodes=4), "fewer or more nodes than 4"),
+        (lambda document: document["throughput"].update(num_nodes=2), "fewer or more nodes than 2"),
         (lambda document: document["throughput"].update(num_nodes=10**12), "cannot be"),
-        (lambda document: with_nodes(document, lambda nodes: nodes[:-1]), "fewer or more nodes than 5"),
+        (lambda document: with_nodes(document, lambda nodes: nodes[:-1]), "fewer or more nodes than 3"),
         (with_a_cycle, "the nodes are no trees"),
         (with_nan, "throughput: a threshold or value is nan"),
         (lambda document: document["trained_on"].update(output_tokens=float("nan")), "output_tokens is nan"),
@@ -209,6 +220,6 @@ def test_a_surrogate_is_used_without_scikit_learn_torch_and_ray(tmp_path: Path) 
         command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": folders}
     )
     first, second = done.stdout.splitlines()
-    assert first == "150.0"
+    assert first == "345.0"
     assert "training needs scikit-learn" in second
     assert "pip install 'loraplex[planner]'" in second

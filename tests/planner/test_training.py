@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small import NAMES, made_up, random_features
 
+from loraplex.planner.capacity import fit_boosted
 from loraplex.planner.dataset import DatasetError
 from loraplex.planner.rules import compiled_rules, rules_source
 from loraplex.planner.searches import ModelKind, Search, class_options, regression_options
@@ -16,14 +17,17 @@ from loraplex.planner.surrogate import Surrogate
 from loraplex.planner.surrogate_json import read_surrogate, write_surrogate
 from loraplex.planner.training import (
     Trained,
+    capacity_forest,
+    capacity_trees,
     forest_surrogate,
     refine,
     split,
+    surrogate_accuracy,
     train,
     train_forest,
     train_small_tree,
 )
-from loraplex.planner.trees import LEAF_PER_RATE, tree_of
+from loraplex.planner.trees import tree_of
 
 ROWS = random_features(np.random.default_rng(7), 500)
 
@@ -35,7 +39,7 @@ def forest() -> Trained:
 
 @pytest.fixture(scope="module")
 def small_tree() -> Surrogate:
-    return refine(made_up(), num_jobs=1)
+    return capacity_trees(made_up())
 
 
 def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_path: Path) -> None:
@@ -43,6 +47,7 @@ def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_pat
     write_surrogate(path, forest_surrogate(forest, made_up()))
     found = read_surrogate(path)
     rows = np.concatenate((ROWS, made_up().features.astype(np.float32)))
+    assert found.starvation is not None
     assert found.throughput.values(rows) == pytest.approx(forest.throughput.predict(rows))
     shares = forest.starvation.predict_proba(rows)[:, 1]
     assert found.starvation.values(rows) == pytest.approx(shares)
@@ -59,27 +64,48 @@ def test_ranges_are_those_of_the_rows(forest: Trained) -> None:
     assert found.trained_on == rows.trained_on
 
 
+def test_a_capacity_forest_predicts_what_scikit_learn_does() -> None:
+    rows = made_up()
+    found = capacity_forest(rows)
+    wanted = np.exp(fit_boosted(rows).predict(ROWS))
+    assert np.exp(found.throughput.values(ROWS)) == pytest.approx(wanted)
+    offered_tok_s = found.trained_on.request_tokens * ROWS[:, 1].astype(np.float64)
+    predicted, starved = found.predict_all(ROWS)
+    assert predicted == pytest.approx(np.minimum(wanted, offered_tok_s))
+    assert starved.tolist() == (wanted < 0.9 * offered_tok_s).tolist()
+    one_by_one = [found.predict(row) for row in ROWS]
+    assert [each.throughput_tok_s for each in one_by_one] == pytest.approx(predicted.tolist())
+    assert [each.is_starved for each in one_by_one] == starved.tolist()
+
+
+def test_what_runs_that_kept_up_have_served_is_what_a_gpu_can() -> None:
+    rows = made_up()
+    found = capacity_forest(rows)
+    kept_up = rows.throughput_tok_s == rows.offered_tok_s
+    predicted = np.exp(found.throughput.values(rows.features[kept_up].astype(np.float32)))
+    assert (predicted > 0.9 * rows.offered_tok_s[kept_up]).mean() > 0.9
+
+
 def test_a_small_tree_has_few_rules_and_is_not_much_worse(small_tree: Surrogate) -> None:
-    assert len(small_tree.throughput.roots) == len(small_tree.starvation.roots) == 1
+    assert len(small_tree.throughput.roots) == 1
     assert small_tree.throughput.num_rules <= 32
+    assert small_tree.starvation is not None
     assert small_tree.starvation.num_rules <= 32
     assert set(small_tree.starvation.number[small_tree.starvation.feature < 0]) == {0.0, 1.0}
-    assert LEAF_PER_RATE in small_tree.throughput.feature
-    held_out = made_up(seed=1)
-    predicted = small_tree.throughput.values(held_out.features.astype(np.float32))
-    errors = abs(predicted - held_out.throughput_tok_s) / (predicted + held_out.throughput_tok_s)
-    assert errors.mean() < 0.1
-    starved = small_tree.starvation.values(held_out.features.astype(np.float32)) > 0.5
-    assert (starved == held_out.is_starved).mean() > 0.85
+    found = surrogate_accuracy(small_tree, made_up(seed=1))
+    assert found["throughput_smape_authors_unit"] < 5
+    assert found["starvation_macro_f1"] > 0.85
 
 
-def test_the_papers_small_tree_has_constant_leaves() -> None:
-    found = refine(made_up(), num_jobs=1, max_rules=8, per_rate=False)
+def test_the_papers_small_trees_have_few_rules() -> None:
+    found = refine(made_up(), num_jobs=1, max_rules=8)
     assert found.throughput.num_rules <= 8
-    assert LEAF_PER_RATE not in found.throughput.feature
+    assert found.starvation is not None
+    assert set(found.starvation.number[found.starvation.feature < 0]) == {0.0, 1.0}
 
 
 def test_rules_of_a_trained_tree_are_the_tree(small_tree: Surrogate) -> None:
+    assert small_tree.starvation is not None
     for forest in (small_tree.throughput, small_tree.starvation):
         predict = compiled_rules(rules_source(tree_of(forest), NAMES, "predict"), "predict")
         values = [predict(*row) for row in ROWS.astype(np.float64).tolist()]
@@ -108,7 +134,7 @@ def test_other_models_are_trained_to_compare_with(kind: ModelKind) -> None:
 
 
 def test_training_is_the_same_again(small_tree: Surrogate) -> None:
-    again = refine(made_up(), num_jobs=1)
+    again = capacity_trees(made_up())
     assert (again.throughput.number == small_tree.throughput.number).all()
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from small import NAMES, random_features
 
 from loraplex.planner.rules import compiled_rules, rules_source, rules_text
-from loraplex.planner.small_trees import pruned
-from loraplex.planner.trees import LEAF, LEAF_PER_RATE, Tree, collapsed, forest_of, mapped_leaves, tree_of
+from loraplex.planner.trees import LEAF, Tree, collapsed, forest_of, mapped_leaves, tree_of
 
 ROWS = random_features(np.random.default_rng(0), 200)
 
@@ -18,7 +17,7 @@ ROWS = random_features(np.random.default_rng(0), 200)
 def random_tree(rng: np.random.Generator, depth: int = 0) -> Tree:
     """Return a tree that splits at values which rows have, so that the edges are met."""
     if depth == 6 or rng.random() < 0.25:
-        return Tree(int(rng.choice((LEAF, LEAF_PER_RATE))), float(rng.choice((1.0, 2.5))))
+        return Tree(LEAF, float(rng.choice((1.0, 2.5))))
     feature = int(rng.integers(7))
     left, right = random_tree(rng, depth + 1), random_tree(rng, depth + 1)
     return Tree(feature, float(rng.choice(ROWS[:, feature])), left, right)
@@ -31,7 +30,7 @@ TREES = SEEDS.map(lambda seed: random_tree(np.random.default_rng(seed)))
 def followed(tree: Tree, row: np.ndarray) -> float:
     while tree.left is not None and tree.right is not None:
         tree = tree.left if float(row[tree.feature]) <= tree.number else tree.right
-    return tree.number * (float(row[1]) if tree.feature == LEAF_PER_RATE else 1.0)
+    return tree.number
 
 
 @given(st.lists(TREES, min_size=1, max_size=4))
@@ -76,45 +75,15 @@ def test_compiled_rules_are_the_tree_they_came_from(tree: Tree) -> None:
 
 
 def test_rules_are_read_without_repetition() -> None:
-    inner = Tree(1, 2.0, Tree(LEAF, 10.0), Tree(6, 144.0, Tree(LEAF_PER_RATE, 3.5), Tree(LEAF, 1234.567)))
+    inner = Tree(1, 2.0, Tree(LEAF, 10.0), Tree(6, 144.0, Tree(LEAF, 3.5), Tree(LEAF, 1234.567)))
     tree = Tree(1, 8.0, inner, Tree(LEAF, 0.0))
     assert rules_text(tree, NAMES) == [
         "sum_rate <= 2 -> 10",
-        "2 < sum_rate <= 8 and adapter_slots <= 144 -> 3.5 * sum_rate",
+        "2 < sum_rate <= 8 and adapter_slots <= 144 -> 3.5",
         "2 < sum_rate <= 8 and adapter_slots > 144 -> 1235",
         "sum_rate > 8 -> 0",
     ]
     assert rules_text(Tree(LEAF, 1.0), NAMES, lambda value: f"{value} tok/s") == ["always -> 1 tok/s"]
-
-
-def test_leaves_are_per_rate_where_what_is_offered_is_served() -> None:
-    features = ROWS.astype(np.float64)
-    served = np.where(features[:, 1] <= 200, 12 * features[:, 1], 1700.0)
-    leaf = Tree(LEAF, 0.0)
-    tree = pruned(Tree(1, 200.0, leaf, leaf), features, served, 2)
-    assert tree.left is not None
-    assert tree.right is not None
-    assert (tree.left.feature, tree.left.number) == (LEAF_PER_RATE, pytest.approx(12.0))
-    assert (tree.right.feature, tree.right.number) == (LEAF, 1700.0)
-
-
-def test_rules_that_say_the_same_are_merged_and_then_those_that_add_least_error() -> None:
-    features = ROWS.astype(np.float64)
-    served = np.where(features[:, 1] <= 200, 12 * features[:, 1], np.where(features[:, 6] <= 192, 90.0, 91.0))
-    leaf = Tree(LEAF, 0.0)
-    large = Tree(
-        1,
-        200.0,
-        Tree(1, 50.0, leaf, Tree(0, 9.0, leaf, leaf)),
-        Tree(6, 192.0, leaf, Tree(0, 9.0, leaf, leaf)),
-    )
-    found = pruned(large, features, served, 20)
-    assert found.num_leaves == 3
-    assert forest_of([found]).values(ROWS) == pytest.approx(served)
-    two = pruned(large, features, served, 2)
-    assert two.number == 200.0
-    assert two.num_leaves == 2
-    assert pruned(large, features, served, 1).left is None
 
 
 def test_only_leaves_are_mapped() -> None:

@@ -29,7 +29,10 @@ BODIES = [
     "/tokenize",
     "/detokenize",
 ]
-READS = ["/v1/models", "/v1/adapters", "/health", "/health/ready", "/health/live", "/version", "/metrics"]
+READS = [
+    *("/v1/models", "/v1/adapters", "/v1/demand", "/version", "/metrics"),
+    *("/health", "/health/ready", "/health/live"),
+]
 MODEL = "/v1/models/{model_id}"
 CALLS_PER_BODY = 56
 CHECKS = [

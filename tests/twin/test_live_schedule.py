@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,15 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.core.batching import Batching
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.engine import cpu_build
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.options import EngineOptions
+from loraplex.engine.profile_subject import known_costs
 from loraplex.model.config import load_config
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.line import Line
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
 from loraplex.twin.simulator import Simulator
@@ -76,13 +80,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def live_engine(
-    base: tuple[Path, Any], folder: Path, batching: Batching = Batching.FCFS, adapter_bytes: int = 100 << 10
+    base: tuple[Path, Any],
+    folder: Path,
+    batching: Batching = Batching.FCFS,
+    adapter_bytes: int = 100 << 10,
+    kv_bytes: int = 120 << 10,
 ) -> tuple[Engine, list[str]]:
     """Memory for a few requests at a time, and by default for two adapters of five."""
     shape = load_config(base[0]).shape
     options = EngineOptions(
         model=str(base[0]),
-        kv_memory_bytes=120 << 10,
+        kv_memory_bytes=kv_bytes,
         host_adapter_memory_bytes=adapter_bytes,
         max_step_tokens=48,
         max_running=256 if batching is Batching.FCFS else 4,
@@ -99,11 +107,12 @@ def live_engine(
     return engine, versions
 
 
-def run_live(engine: Engine, versions: list[str]) -> Recording:
+def run_live(engine: Engine, versions: list[str], hot: float) -> Recording:
     rng = random.Random(5)
     recording = Recording()
     due = sorted(rng.uniform(0.0, 0.4) for _ in range(NUM_REQUESTS))
     sizes = [(rng.randint(1, 90), rng.randint(1, 40), rng.randrange(5)) for _ in due]
+    sizes = [(prompt, output, 0 if rng.random() < hot else adapter) for prompt, output, adapter in sizes]
     scheduler, decide, reported = engine._scheduler, engine._scheduler.schedule, list[str]()
     now_s = 0.0
 
@@ -182,9 +191,29 @@ def test_the_twin_decides_the_same_under_every_batching_policy(
     assert batching.merges or not are_merged
 
 
-def run_both(engine: Engine, versions: list[str]) -> tuple[list[Any], list[Any]]:
-    """Return the decisions of a live run, and those of the twin that is given its times."""
-    recording = run_live(engine, versions)
+def test_the_twin_pauses_the_same_requests_for_a_hot_adapter(
+    base: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DriftWatch, "observe", lambda *_, **__: False)
+    monkeypatch.setattr(cpu_build, "known_costs", costs_that_merge)
+    engine, versions = live_engine(base, tmp_path, Batching.AUTO, adapter_bytes=2 << 20, kv_bytes=1 << 20)
+    live, replayed = run_both(engine, versions, hot=0.8)
+    assert replayed == live
+    assert any(len(what) > 4 for what in live), "nothing was merged"
+    assert engine.stats().num_pauses > 0, "nothing was paused"
+
+
+def costs_that_merge(*args: Any) -> CostModel:
+    """Return costs by which merging takes no time, and adapters cost more than anything else."""
+    costs = known_costs(*args)
+    terms = replace(costs.step.terms, lora_s=0.1)
+    return replace(costs, merge=Line(latency_s=0.0, unit_s=0.0), step=replace(costs.step, terms=terms))
+
+
+def run_both(engine: Engine, versions: list[str], hot: float = 0.0) -> tuple[list[Any], list[Any]]:
+    """Return the decisions of a live run, and those of the twin that is given its times. `hot`: share of the
+    requests on the first adapter, beside its part of the others."""
+    recording = run_live(engine, versions, hot)
     memory, costs = engine._scheduler._memory, engine._costs
     assert isinstance(memory, SeparateMemory)
     twin = ReplayingSimulator(

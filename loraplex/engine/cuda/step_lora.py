@@ -19,10 +19,11 @@ from loraplex.kernels.triton.lora_step import LoraScratch, LoraStep, cut_tiles, 
 from loraplex.kernels.triton.triton_kernels import StepSegments
 
 _ROWS_TO_SHARE, _ROWS_OVER_RANK = 1.5, 80
-"""It pays to read an adapter's weights once for several rows if it has so many rows on average, and the
-second over the rows' mean rank more: the smaller the weights, the less there is to read."""
+"""It pays to read an adapter's weights once for several rows from (mean rows per adapter) = 1.5 + 80 / (mean
+rank of the rows) on: the smaller the weights, the less there is to read."""
 SHARED_BESIDE_PROMPTS: Final = 16
-"""Decoding rows on one adapter, beside prompts, that are computed with the prompts' tiles."""
+"""From this many decoding rows on one adapter, beside prompts, they are computed in the prompts' tiles. Those
+tiles have room for so many rows, whatever the rank, so fewer rows would leave most of one empty."""
 
 Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """First row and number of rows of each tile; the address of its adapter's table."""
@@ -104,9 +105,9 @@ class StepScratch:
 
 
 def split_segments(batch: KernelBatch, *, may_share: bool = True, num_rows: int | None = None) -> StepLora:
-    """Cut a step's segments, which begin with those of the decoding rows, into tiles. Without `may_share`
-    decoding rows are computed one by one, even if they share adapters. `num_rows`: of the step with its
-    padding, if it has any."""
+    """Cut a step's segments, which begin with those of the decoding rows, into tiles. Without `may_share` the
+    rows of a step that only decodes are computed one by one, even if they share adapters. `num_rows`: of the
+    step with its padding, if it has any."""
     segments: StepSegments | None = batch.lora
     num_rows = num_rows or batch.token_ids_T.shape[0]
     if segments is None:

@@ -141,7 +141,8 @@ def decode_sizes(rows: int, table_width: int) -> StepSizes:
 def mixed_sizes(
     rows: int, decodes: int, spans: int, table_width: int, num_layers: int, assists: int = 0
 ) -> StepSizes:
-    """Return the sizes of a graph with prompts."""
+    """Return the sizes of a graph with prompts. Each span, and each adapter whose decoding rows are computed
+    in tiles, has one tile that is not full at most."""
     return StepSizes(
         rows=rows,
         decodes=decodes,

@@ -40,6 +40,7 @@ def send(pinned: torch.Tensor, source: torch.Tensor) -> None:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     assert target.is_contiguous()
     assert source.is_contiguous()
+    assert (target.dtype, target.numel()) == (source.dtype, source.numel())
     target, source = _widened(target, source)
     count = target.numel()
     _fetch[(triton.cdiv(count, _BLOCK),)](target, source, count, BLOCK=_BLOCK)

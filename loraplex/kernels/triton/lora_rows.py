@@ -55,6 +55,9 @@ class RowsLaunch:
     expand_warps: int = 2
     expand_stages: int = 4
 
+    def __post_init__(self) -> None:
+        assert self.block_m in (1, 2), "a program computes one row or two"
+
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
         """Return sizes for a number of segments. Few segments are cut finer, to fill the device. Many fill it

@@ -17,6 +17,7 @@ Where the paper's pseudo-code raises, this follows the authors' program, and goe
 - If a GPU starves at its first test, both give up, as every other GPU would. This tries half as
   many adapters, down to one, and gives up only on an adapter that starves a GPU alone.
 - From 576 adapters on, testing points are further apart. The program has none there.
+- A GPU without slots has no testing points: the most adapters that it serves are found by halving.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from loraplex.planner.packing.order import size_first_zigzag
 from loraplex.planner.packing.packer import check_num_gpus, no_room_for_slots, starves_alone, too_few_gpus
 from loraplex.planner.packing.testing_points import SLOT_COUNTS, each_testing_point, next_slot_count
 from loraplex.planner.plan import GpuPlan
+from loraplex.planner.queued import Queued
 
 _HALVED: Final = (4, 2, 1)
 """Numbers of adapters to test a GPU at that starves at its first testing point, or before it."""
@@ -58,7 +60,7 @@ class MaxPack:
         It asks the judge twice a testing point at most. It goes on when the GPUs are used up, to say how many
         would do."""
         check_num_gpus(num_gpus)
-        queue = size_first_zigzag(demand.adapters)
+        queue = Queued(size_first_zigzag(demand.adapters))
         plans: list[GpuPlan] = []
         start = 0
         while start < len(queue):
@@ -73,9 +75,11 @@ class MaxPack:
             raise too_few_gpus(num_gpus, num_left, len(queue), len(plans))
         return tuple(plans)
 
-    def _fill(self, queue: Sequence[AdapterDemand], start: int) -> _Filled:
+    def _fill(self, queue: Queued, start: int) -> _Filled:
         """Fill one GPU from the queue; with none if not even the first adapter can be served."""
-        filled = empty = _Filled(0, 0 if self.has_slots else None)
+        if not self.has_slots:
+            return self._fill_by_halves(queue, start)
+        filled = empty = _Filled(0, 0)
         num_queued = len(queue) - start
         for point in each_testing_point():
             if point > num_queued:
@@ -95,11 +99,25 @@ class MaxPack:
                     return tested
         return empty
 
+    def _fill_by_halves(self, queue: Queued, start: int) -> _Filled:
+        """Fill a GPU without slots with as many as it serves. Without slots to choose, testing points would
+        only leave room at the end of each."""
+        good, bad = 0, None
+        tried = SLOT_COUNTS[0]
+        while bad is None or bad - good > 1:
+            tried = min(tried, len(queue) - start)
+            if self.judge.judge(queue[start : start + tried], None).is_starved:
+                bad = tried
+            else:
+                good = tried
+                if start + good == len(queue):
+                    break
+            tried = 2 * good if bad is None else (good + bad) // 2
+        return _Filled(good, None)
+
     def _test(self, adapters: Sequence[AdapterDemand], filled: _Filled) -> _Filled | None:
         """Return the GPU with these adapters and the better of two numbers of slots; None if it starves."""
-        if filled.num_slots is None:
-            starves = self.judge.judge(adapters, None).is_starved
-            return None if starves else _Filled(len(adapters), None)
+        assert filled.num_slots is not None
         best, verdict = None, None
         if filled.num_slots:
             best, verdict = filled.num_slots, self.judge.judge(adapters, filled.num_slots)

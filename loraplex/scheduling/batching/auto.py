@@ -33,8 +33,8 @@ class AutoBatching:
 
     def choose(self, view: View) -> StepBatch:
         self._loses_s, self._paused, self._now_s = 0.0, [], view.now_s
-        if not view.any_waits:
-            self._budget.clear()
+        if not view.any_waits and not any(each.delayed_s > 0 for each in view.requests):
+            self._budget.clear()  # nobody was delayed who has a place that others might wait for
         # Only requests that would run anyway: nobody takes the place of a request that pauses.
         fcfs = view.fcfs
         counts = count_by_adapter(fcfs).most_common()

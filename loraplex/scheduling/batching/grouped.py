@@ -20,7 +20,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from loraplex.core.batching import DelayBound
+from loraplex.core.batching import ADMISSION_SHARE, DelayBound
 from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
@@ -29,11 +29,8 @@ _AHEAD_S: Final = 0.1
 _MAX_AHEAD: Final = 8
 _FIRST_SELECTED: Final = -(1 << 40)
 """The position of the first selected request: below those of all others, above those of preempted ones."""
-_USED_SHARE: Final = 0.6
-"""Share of the bound until a request is selected; the rest is for its prompt and for what is not foreseen."""
 _RECENT: Final = 32
 """Ends of running requests that the rate of ends is taken from."""
-_MAX_STALE: Final = 1024
 _position = attrgetter("queue_position")
 
 
@@ -42,6 +39,15 @@ class EndPace(NamedTuple):
 
     first_s: float
     per_s: float
+
+
+class _Turn(NamedTuple):
+    """When first come, first served would admit a request: after so many admissions. `num_given_up`: requests
+    that had been given up before it arrived."""
+
+    num_before: int
+    request: RequestState
+    num_given_up: int
 
 
 class GroupedQueue(WaitingQueue):
@@ -63,7 +69,12 @@ class GroupedQueue(WaitingQueue):
         self._num_bytes = num_bytes
         self._selected: OrderedDict[RequestState, None] = OrderedDict()
         self._unselected_on: dict[str | None, OrderedDict[RequestState, None]] = {}
-        self._turns: deque[tuple[int, RequestState]] = deque()  # admissions before its turn, in order
+        self._turns: deque[_Turn] = deque()  # in order
+        self._num_new = 0  # requests that were never admitted
+        self._given_up: list[
+            int
+        ] = []  # arrivals of requests that left unadmitted, which `_turns` still count
+        self._num_given_up = 0
         self._due: list[tuple[float, int, RequestState]] = []  # a heap: when it is due, arrival
         self._num_admitted = 0
         self._ends_s: deque[float] = deque(maxlen=_RECENT)  # of running requests
@@ -95,9 +106,8 @@ class GroupedQueue(WaitingQueue):
         return super().has_candidates or any(each.adapter is None for each in self._selected)
 
     def append(self, request: RequestState) -> None:
-        if len(self._turns) > 2 * len(self) + _MAX_STALE:  # requests that were cancelled
-            self._turns = deque(turn for turn in self._turns if turn[1] in self._requests)
-        self._turns.append((self._num_admitted + len(self), request))
+        self._turns.append(_Turn(self._num_admitted + self._num_new, request, self._num_given_up))
+        self._num_new += 1
         super().append(request)
         self._unselected_on.setdefault(request.adapter, OrderedDict())[request] = None
 
@@ -107,15 +117,19 @@ class GroupedQueue(WaitingQueue):
         self._selected[request] = None
         self._selected.move_to_end(request, last=False)
 
+    def give_up(self, request: RequestState) -> None:
+        if request.num_cached is None:
+            self._num_new -= 1
+            self._given_up.append(request.arrival)
+            self._num_given_up += 1
+        super().give_up(request)
+
     def admitted(self, request: RequestState, now_s: float) -> None:
         """Record that a request was admitted for the first time. `now_s`: sum of the predicted seconds of
         all steps so far."""
         self._num_admitted += 1
-        while self._turns and self._turns[0][0] < self._num_admitted:
-            _, next_one = self._turns.popleft()
-            if next_one in self._requests:
-                due_s = now_s + self._allowed_s(next_one, now_s)
-                heapq.heappush(self._due, (due_s, next_one.arrival, next_one))
+        self._num_new -= 1
+        self._take_turns(now_s)
 
     def ended(self, now_s: float) -> None:
         self._ends_s.append(now_s)
@@ -133,6 +147,7 @@ class GroupedQueue(WaitingQueue):
         prompts in a step. `pace`: predicts when running requests end, which is asked before enough of them
         have ended."""
         num_running = 0
+        self._move_up(now_s)
         active: set[str | None] = {None}  # the base model costs nothing more
         for each in running:
             num_running += 1
@@ -142,8 +157,9 @@ class GroupedQueue(WaitingQueue):
             return
         active.update(each.adapter for each in self._selected)
         num_left = num_tokens - sum(len(each.token_ids) for each in islice(self._selected, num_admissible))
-        num_free = self._num_free(num_admissible - len(self._selected), now_s, pace)
-        ahead = self._num_ahead(now_s)
+        expected = self._seen_pace(now_s) or pace()
+        ahead = min(max(int(expected.per_s * _AHEAD_S), 1), _MAX_AHEAD)
+        num_free = self._num_free(num_admissible, ahead, now_s, expected)
         while self._requests and (
             len(self._selected) < ahead or (num_left > 0 and len(self._selected) < num_admissible + ahead)
         ):
@@ -164,25 +180,54 @@ class GroupedQueue(WaitingQueue):
         assert len(unselected) == len(self._requests)
         assert set(unselected) == self._requests.keys()
         assert all(self._unselected_on.values())
-        with_turn = {each for _, each in self._turns} | {each for _, _, each in self._due}
+        with_turn = {turn.request for turn in self._turns} | {each for _, _, each in self._due}
         assert self._requests.keys() <= with_turn
+        assert self._num_new == sum(each.num_cached is None for each in self)
 
-    def _num_free(self, num_places: int, now_s: float, pace: Callable[[], EndPace]) -> float:
+    def _take_turns(self, now_s: float) -> None:
+        """Let the delay of each request whose turn has come begin."""
+        while self._turns and self._turns[0].num_before < self._num_admitted:
+            request = self._turns.popleft().request
+            if request in self._requests:
+                due_s = now_s + self._allowed_s(request, now_s)
+                heapq.heappush(self._due, (due_s, request.arrival, request))
+
+    def _move_up(self, now_s: float) -> None:
+        """Move up the turns behind requests that were given up."""
+        if not self._given_up:
+            return
+        given_up = sorted(self._given_up)
+        num_known = self._num_given_up - len(given_up)
+        turns: deque[_Turn] = deque()
+        num_earlier = 0
+        for turn in self._turns:
+            if turn.request not in self._requests:
+                continue
+            while num_earlier < len(given_up) and given_up[num_earlier] < turn.request.arrival:
+                num_earlier += 1
+            num_counted = num_earlier - max(turn.num_given_up - num_known, 0)
+            turns.append(_Turn(turn.num_before - num_counted, turn.request, self._num_given_up))
+        self._turns = turns
+        self._given_up = []
+        self._take_turns(now_s)
+
+    def _num_free(self, num_admissible: int, ahead: int, now_s: float, pace: EndPace) -> float:
         """Return how many places may go to any request, so that all whose turn has come, or comes before the
-        places are taken, are still admitted in time. `num_places`: places that are free, without those of
-        selected requests; below 0 if these wait for places themselves."""
-        first_s, per_s = self._seen_pace(now_s) or pace()
+        places are taken, are still admitted in time. `ahead`: most requests that are selected beyond those
+        that can be admitted now."""
+        num_places = num_admissible - len(self._selected)  # below 0 if selected ones wait for places
+        last_turn = self._num_admitted + max(num_admissible, len(self._selected)) + ahead
         self._due = [each for each in self._due if each[2] in self._requests]
         self._due.sort()
         dues_s = [due_s for due_s, _, _ in self._due]
-        for num_before, request in self._turns:
-            if num_before >= self._num_admitted + num_places:
+        for turn in self._turns:
+            if turn.num_before >= last_turn:
                 break
-            if request in self._requests:
-                dues_s.append(now_s + self._allowed_s(request, now_s))
+            if turn.request in self._requests:
+                dues_s.append(now_s + self._allowed_s(turn.request, now_s))
         return min(
             (
-                num_places - number + max(due_s - now_s - first_s, 0.0) * per_s
+                num_places - number + max(due_s - now_s - pace.first_s, 0.0) * pace.per_s
                 for number, due_s in enumerate(sorted(dues_s), start=1)
             ),
             default=math.inf,
@@ -190,12 +235,7 @@ class GroupedQueue(WaitingQueue):
 
     def _allowed_s(self, request: RequestState, now_s: float) -> float:
         """Return by how much a request may be delayed whose turn comes now."""
-        return _USED_SHARE * self._bound.allowed_s(now_s - request.arrived_s)
-
-    def _num_ahead(self, now_s: float) -> int:
-        """Return how many requests to select beyond those that can be admitted now."""
-        pace = self._seen_pace(now_s)
-        return _MAX_AHEAD if pace is None else min(max(int(pace.per_s * _AHEAD_S), 1), _MAX_AHEAD)
+        return ADMISSION_SHARE * self._bound.allowed_s(now_s - request.arrived_s)
 
     def _seen_pace(self, now_s: float) -> EndPace | None:
         """Return the pace of recent ends; None if there were too few."""

@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Final
 
-from loraplex.core.batching import DelayBound
-
-_PAUSE_SHARE: Final = 0.4
-"""Share of the bound that pauses may use; the rest is for admission by adapter."""
+from loraplex.core.batching import PAUSE_SHARE, DelayBound
 
 
 class PauseBudget:
-    """The pauses since somebody began to wait."""
+    """The pauses of requests that may still run."""
 
     def __init__(self, bound: DelayBound) -> None:
-        self._share = _PAUSE_SHARE * bound.share
-        self._seconds = _PAUSE_SHARE * bound.seconds
+        self._share = PAUSE_SHARE * bound.share
+        self._seconds = PAUSE_SHARE * bound.seconds
         self._recent_s = math.inf if self._share == 0.0 else self._seconds / self._share
         self.clear()
 
     def clear(self) -> None:
-        """Forget all pauses: nobody waits who was delayed by them."""
+        """Forget all pauses: nobody waits, and no request still has a place because of them."""
         self._sum_s = 0.0
         self._recent: deque[tuple[float, float]] = deque()  # when a pause began, and the sum before it
         self._least_s = math.inf  # sum before a pause - share * when it began, of pauses longer ago

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,9 +21,11 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
+from loraplex.fleet.plan import Entry
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.errors import ServerStartingError
 from loraplex.server.fleet.adapter_memory import AdapterMemory
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
@@ -195,6 +197,38 @@ class FleetEngine:
         if self._placing is not None:
             # The adapter or replica was already added: it is served even without a plan.
             self._placing.tick_if_possible()
+
+    # ---- a placement that is given
+
+    @property
+    def has_placement(self) -> bool:
+        """See Fleet."""
+        return self._started().has_placement
+
+    def give(self, given: Mapping[str, Entry]) -> None:
+        """See Fleet."""
+        self._started().give(given)
+        self.place()
+
+    def placed_on(self, version: str) -> Entry | None:
+        """See Fleet."""
+        return self._started().placed_on(version)
+
+    def waiting(self, version: str) -> list[int]:
+        """See Fleet."""
+        return self._started().waiting(version)
+
+    def num_bytes(self, version: str) -> int:
+        """See Fleet."""
+        return self._started().num_bytes(version)
+
+    def _started(self) -> LiveRouting:
+        """Return the routing, which there is once the fleet has started."""
+        if self._routing is None:
+            raise ServerStartingError("the fleet is starting; try again when it serves")
+        return self._routing
+
+    # ---- looking after the replicas
 
     async def _look(self) -> None:
         """Ask replicas periodically which adapters they have, and write the decision log."""

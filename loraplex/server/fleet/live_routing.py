@@ -37,6 +37,7 @@ from loraplex.server.fleet.routing_events import (
     Decision,
     Ended,
     FirstToken,
+    Given,
     Holds,
     Joined,
     Limits,
@@ -49,7 +50,12 @@ from loraplex.server.fleet.routing_events import (
     Staged,
     Ticked,
 )
-from loraplex.server.fleet.routing_state import controller_state, placed_adapter, plan_state
+from loraplex.server.fleet.routing_state import (
+    controller_state,
+    given_entries,
+    placed_adapter,
+    plan_state,
+)
 from loraplex.server.protocol_ipc import Ready
 from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.shadow_twin import TwinSubject
@@ -161,6 +167,8 @@ class LiveRouting:
                 self._held.set(replica, version, Held(event.on_device, event.on_host))
             case Lost(replica=replica):
                 self.lost(replica)
+            case Given(placed=placed):
+                self._current().give(given_entries(placed, self._numbers))
             case Staged(replica=replica, version=version, is_there=is_there):
                 self.staged(replica, version, is_there=is_there)
             case Open(request_id=request_id, replica=replica):
@@ -314,6 +322,27 @@ class LiveRouting:
         if version not in self._numbers or version in self._removed:
             return False
         return self._current().wants(replica, self._numbers[version])
+
+    def give(self, given: Mapping[str, Entry]) -> None:
+        """Keep these entries of versions from the next `tick` on, instead of those of the policy's placement;
+        versions that were never added are left out. With none, the policy places all of them again."""
+        placed = [placed_adapter(each, entry) for each, entry in given.items() if each in self._numbers]
+        self._current().give(given_entries(placed, self._numbers))
+        self._record(Given(placed=placed))
+
+    @property
+    def has_placement(self) -> bool:
+        """Return whether the policy places adapters; otherwise every replica serves all of them."""
+        return self._controller.has_placement
+
+    def waiting(self, version: str) -> list[int]:
+        """Return the replicas that are to load a version before its next entry takes effect."""
+        number = self._numbers.get(version)
+        return [] if number is None else sorted(self._current().waiting(number))
+
+    def num_bytes(self, version: str) -> int:
+        """Return the bytes of a version that was added."""
+        return self._bytes[self._numbers[version]]
 
     def placed_on(self, version: str) -> Entry | None:
         """Return the replicas that the placement gives a version to; None if there is no plan."""

@@ -155,6 +155,13 @@ class Ticked(_Event, frozen=True, tag="ticked"):
     moves: list[Moved] = []
 
 
+class Given(_Event, frozen=True, tag="given"):
+    """A placement was given for these adapters, which replaces the one given before; none: the policy places
+    all of them again."""
+
+    placed: list[PlacedAdapter]
+
+
 class Staged(_Event, frozen=True, tag="staged"):
     """A replica has loaded an adapter for a plan, or could not."""
 
@@ -166,7 +173,7 @@ class Staged(_Event, frozen=True, tag="staged"):
 class PlanState(_Event, frozen=True, tag="plan"):
     """The state that a routing which begins again continues with (`fleet.live_controller.ControllerState`).
     `plan` and `target`: None before the first plan. `rates`: tokens/s in the last periods, of adapters with
-    requests."""
+    requests. `given`: the entries that are kept whatever the policy says."""
 
     since_s: float
     place_s: float | None
@@ -183,6 +190,8 @@ class PlanState(_Event, frozen=True, tag="plan"):
     executed_s: tuple[float, float]
     prefill_s: tuple[float, float]
     output_token_s: float
+    given: list[PlacedAdapter] = []
+    is_given_pending: bool = False
 
 
 Decision = Sent | Ticked
@@ -199,6 +208,7 @@ RoutingEvent = (
     | FirstToken
     | Ended
     | Ticked
+    | Given
     | Staged
     | PlanState
 )

@@ -49,6 +49,8 @@ def plan_state(state: ControllerState, versions: Mapping[int, str]) -> PlanState
         if counted is None
         else {versions[n]: float(counted.tokens[n]) for n in versions if counted.tokens[n]},
         rates=rates,
+        given=[placed_adapter(versions[n], entry) for n, entry in state.given.items() if n in versions],
+        is_given_pending=state.is_given_pending,
         migrate_s=state.migrate_s,
         moved_s={str(request_id): at_s for request_id, at_s in state.moved_s.items()},
         executed_s=state.executed_s,
@@ -82,12 +84,19 @@ def controller_state(event: PlanState, numbers: Mapping[str, int]) -> Controller
             for each in event.pending
         },
         counted=Counted(column(event.tokens.items()), rates),
+        given=given_entries(event.given, numbers),
+        is_given_pending=event.is_given_pending,
         migrate_s=event.migrate_s,
         moved_s=dict(event.moved_s.items()),
         executed_s=event.executed_s,
         prefill=Line(latency_s=event.prefill_s[0], unit_s=event.prefill_s[1]),
         output_token_s=event.output_token_s,
     )
+
+
+def given_entries(given: Iterable[PlacedAdapter], numbers: Mapping[str, int]) -> dict[int, Entry]:
+    """Return the entries of a given placement by the adapters' numbers."""
+    return {numbers[each.version]: _entry(each) for each in given}
 
 
 def _placed(plan: Plan | None, versions: Mapping[int, str]) -> list[PlacedAdapter] | None:

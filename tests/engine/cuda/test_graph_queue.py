@@ -6,6 +6,7 @@ import pytest
 
 from loraplex.core.modules import GROUPS
 from loraplex.engine.cuda.graph_queue import GraphKey, GraphQueue
+from loraplex.engine.cuda.step_runner import _traits
 from loraplex.engine.cuda.step_sizes import (
     DECODE_ROWS,
     NARROW_TABLE,
@@ -183,3 +184,11 @@ def test_steps_on_merged_weights_have_graphs_only_where_that_is_asked_for() -> N
     for sizes in all_graph_sizes(NARROW_TABLE, NUM_LAYERS):
         assert merging.choose(GraphKey(sizes, frozenset(), False, QKV)) is not None
     assert merging.choose(merged_key(3, MLP)) is None
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+def test_a_capture_that_shares_adapters_launches_other_kernels(rows: int) -> None:
+    """Kernels that were loaded for launches without sharing are not all of those with it."""
+    apart, shared = (set(_traits(key(rows, QKV, shares=shares))) for shares in (False, True))
+    assert shared - apart
+    assert apart - shared

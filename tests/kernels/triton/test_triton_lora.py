@@ -133,9 +133,7 @@ each_launch = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "launch", [ROWS, PAIRS, BLOCKS, FEW_PROGRAMS], ids=["rows", "pairs", "blocks", "few"]
-)
+@each_launch
 def test_any_mix_of_ranks_and_modules_with_base_rows_in_between(
     group: str, dtype: torch.dtype, launch: RowsLaunch | BlocksLaunch
 ) -> None:
@@ -148,9 +146,7 @@ def test_any_mix_of_ranks_and_modules_with_base_rows_in_between(
 
 
 @pytest.mark.parametrize("rank", [1, 2, 15, 16, 17, 100, 512])
-@pytest.mark.parametrize(
-    "launch", [ROWS, PAIRS, BLOCKS, FEW_PROGRAMS], ids=["rows", "pairs", "blocks", "few"]
-)
+@each_launch
 def test_every_rank_from_1_to_512(rank: int, launch: RowsLaunch | BlocksLaunch) -> None:
     weights = adapter({"q_proj": rank, "v_proj": 3}, torch.float32, rank)
     check("qkv", [LoraSegment(start=1, end=2, weights=weights)], 3, torch.float32, launch)

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.core.batching import DelayBound
-from loraplex.scheduling.batching.pause_budget import _PAUSE_SHARE, PauseBudget
+from loraplex.core.batching import PAUSE_SHARE, DelayBound
+from loraplex.scheduling.batching.pause_budget import PauseBudget
 
 STEPS = st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.001, 0.2)), max_size=80)
 """Seconds until the next step, and how long requests would pause for it."""
 
 
 def allowed_s(bound: DelayBound, so_far_s: float) -> float:
-    return _PAUSE_SHARE * bound.allowed_s(so_far_s)
+    return PAUSE_SHARE * bound.allowed_s(so_far_s)
 
 
 @given(STEPS, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -44,7 +44,7 @@ def test_it_allows_what_no_earlier_arrival_forbids(
 
 def test_pauses_are_forgotten_when_nobody_waits() -> None:
     budget = PauseBudget(DelayBound(share=0.25, seconds=0.25))
-    budget.spend(0.25 * _PAUSE_SHARE, 1.0)
+    budget.spend(0.25 * PAUSE_SHARE, 1.0)
     assert not budget.allows(0.01, 1.0)
     budget.clear()
     assert budget.allows(0.01, 1.0)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core.continuation import attempt_id
+from loraplex.fleet.plan import Entry
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
@@ -136,6 +137,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("lose"), st.integers(0, 5), st.just(0)),
         st.tuples(st.just("back"), st.integers(0, 5), st.just(0)),
         st.tuples(st.just("join"), st.just(0), st.just(0)),
+        st.tuples(st.just("give"), st.integers(0, 9), st.integers(0, 3)),
         st.tuples(st.just("anew"), st.just(0), st.just(0)),
     ),
     max_size=80,
@@ -181,8 +183,21 @@ def act(fleet: LiveFleet, kind: str, one: int, two: int) -> None:
             routing.join(number, LIMITS)
             fleet.serving.add(number)
             fleet.tick()
+        case "give" if routing.has_placement:
+            routing.give({} if one == 0 else spread(versions[::2], routing.view.load.num_replicas, one, two))
+            fleet.tick()
         case "anew":
             fleet.begin_anew()
+
+
+def spread(versions: list[str], num_replicas: int, first: int, num_more: int) -> dict[str, Entry]:
+    """Return a placement of versions on one replica after the other, each on up to `num_more` others too."""
+    return {
+        version: Entry.of_weights(
+            {(first + place + more) % num_replicas: 1.0 for more in range(num_more + 1)}
+        )
+        for place, version in enumerate(versions)
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -295,3 +310,73 @@ def test_requests_leave_an_overloaded_replica_and_stay_where_they_went() -> None
     again = [move for event in fleet.logs[-1] if isinstance(event, Ticked) for move in event.moves]
     moved_names = {move.request_id for move in moves}
     assert not moved_names & {move.request_id for move in again[len(moves) :]}
+
+
+def placements(fleet: LiveFleet) -> dict[str, Entry | None]:
+    return {version: fleet.routing.placed_on(version) for version in sorted(fleet.versions)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(("auto", "most-idle+random", "auto+contiguous+migrate")),
+    ACTIONS,
+    st.integers(1, 9),
+    st.integers(0, 2),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=12),
+)
+def test_a_given_placement_is_reached_from_anywhere_and_kept(
+    policy: str, before: list[tuple[str, int, int]], first: int, num_more: int, loads: list[tuple[int, int]]
+) -> None:
+    """Loads end in any order, some fail, the log begins anew in between, and the placement is given again."""
+    fleet = LiveFleet(policy, 3)
+    for number in range(4):
+        act(fleet, "add", number, 0)
+    for action in before:
+        act(fleet, *action)
+    for number in range(fleet.routing.view.load.num_replicas):
+        act(fleet, "back", number, 0)
+    wanted = spread(sorted(fleet.versions), fleet.routing.view.load.num_replicas, first, num_more)
+    fleet.routing.give(wanted)
+    fleet.tick()
+    for which, is_there in loads:
+        act(fleet, "stage", which, is_there)
+        if which % 5 == 0:
+            fleet.begin_anew()
+        fleet.check()
+    fleet.routing.give(wanted)
+    fleet.tick()
+    settle(fleet)
+    assert placements(fleet) == wanted
+    for _ in range(3):
+        fleet.send(f"r{next(fleet._numbers)}", next(iter(sorted(fleet.versions)), None), 500)
+        fleet.tick(PERIOD_S)
+        settle(fleet)
+        assert placements(fleet) == wanted, "no period moves what was given"
+
+
+def test_adapters_that_are_not_given_go_where_the_policy_puts_them() -> None:
+    fleet = LiveFleet("most-idle+random", 3)
+    for number in range(9):
+        act(fleet, "add", number, 0)
+    settle(fleet)
+    by_policy = placements(fleet)
+    fleet.routing.give({"v0": Entry((0, 1, 2), (0.5, 0.25, 0.25))})
+    fleet.tick()
+    settle(fleet)
+    assert placements(fleet) == by_policy | {"v0": Entry((0, 1, 2), (0.5, 0.25, 0.25))}
+    act(fleet, "add", 9, 0)
+    assert fleet.routing.placed_on("v9") is not None
+    fleet.lose(1)
+    fleet.tick()
+    entry = fleet.routing.placed_on("v0")
+    assert entry is not None
+    assert entry.replicas == (0, 2), "the others take the share of a lost replica"
+    act(fleet, "back", 1, 0)
+    settle(fleet)
+    assert fleet.routing.placed_on("v0") == Entry((0, 1, 2), (0.5, 0.25, 0.25))
+    fleet.routing.give({})
+    fleet.tick()
+    settle(fleet)
+    released = fleet.routing.placed_on("v0")
+    assert released is not None
+    assert len(released.replicas) == 1, "the policy places it again, at once"

@@ -1,0 +1,66 @@
+"""The demand that a running server or fleet has measured.
+
+Imports are deferred until a command runs, to keep `--help` fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from loraplex.cli.server_calls import struct_of
+from loraplex.core.errors import UserError
+from loraplex.core.progress import in_words
+
+if TYPE_CHECKING:
+    from loraplex.planner.demand import Demand
+    from loraplex.server.responses import DemandInfo
+
+_PATH: Final = "/v1/demand"
+_FEW: Final = 100
+"""Number of requests below which rates are too uncertain to go unmentioned."""
+
+
+def measured_demand(url: str, api_key: str | None) -> Demand:
+    """Return the demand of the last half hour; says on stderr what a plan for it leaves out. Adapters without
+    requests are in it, with a rate of zero.
+
+    Raises UserError if no such server answers, or if it has answered no requests for adapters."""
+    from loraplex.planner.demand import AdapterDemand, Demand
+    from loraplex.server.responses import DemandInfo
+
+    found = struct_of(DemandInfo, url, _PATH, api_key, kind="a measured demand")
+    if not found.data:
+        raise UserError(f"{url} serves no adapters, so that there is nothing to plan; load some first")
+    if not found.prompt_tokens or not found.output_tokens or found.seconds <= 0:
+        raise UserError(
+            f"{url} has answered no request for an adapter within the last {in_words(found.seconds)}, so "
+            "that there is no demand to plan for; send it traffic first, or give a table with --adapters"
+        )
+    _warn_of(found)
+    return Demand(
+        adapters=tuple(
+            AdapterDemand(name=each.name, rank=each.rank, rate_rps=each.requests / found.seconds)
+            for each in found.data
+        ),
+        prompt_tokens=max(found.prompt_tokens, 1.0),
+        output_tokens=max(found.output_tokens, 1.0),
+    )
+
+
+def _warn_of(found: DemandInfo) -> None:
+    total = sum(each.requests for each in found.data)
+    if total < _FEW:
+        typer.echo(
+            f"the server has seen {total} requests for adapters within {in_words(found.seconds)}: the rates "
+            "are rough",
+            err=True,
+        )
+    if found.base_requests:
+        share = found.base_requests / (found.base_requests + total)
+        typer.echo(
+            f"{share:.0%} of the requests are for the base model alone, which the plan leaves out: have room "
+            "for them",
+            err=True,
+        )

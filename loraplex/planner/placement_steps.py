@@ -1,0 +1,58 @@
+"""A plan as a placement of a fleet, and the steps that lead there from where the adapters are.
+
+Each step is about one adapter: its new replicas load it, then the old ones let it go. So whatever step comes
+last, every adapter has a replica that serves it, and the steps from there lead to the same placement.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from loraplex.fleet.plan import Entry
+from loraplex.planner.plan import Plan
+
+Holders = Mapping[str, Set[int]]
+"""The replicas that serve each adapter, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A change of one adapter's replicas: those that load it, and then those that let it go."""
+
+    adapter: str
+    loads: frozenset[int]
+    lets_go: frozenset[int]
+
+
+def placement_of(plan: Plan) -> dict[str, Entry]:
+    """Return the GPUs of each adapter, with shares of its requests as the rates planned there."""
+    rates: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for number, gpu in enumerate(plan.gpus):
+        for adapter in gpu.adapters:
+            rates[adapter.name][number] = adapter.rate_rps
+    return {
+        name: Entry.of_weights(each if any(each.values()) else dict.fromkeys(each, 1.0))
+        for name, each in rates.items()
+    }
+
+
+def holders_of(placement: Mapping[str, Entry]) -> dict[str, Set[int]]:
+    """Return the replicas of each adapter."""
+    return {name: frozenset(entry.replicas) for name, entry in placement.items()}
+
+
+def steps_between(present: Holders, wanted: Holders) -> list[Step]:
+    """Return the steps from the present placement to the wanted one, first those that only make room.
+    Adapters that are not wanted anywhere stay where they are."""
+    steps = [
+        Step(
+            adapter=name,
+            loads=frozenset(replicas - present.get(name, frozenset())),
+            lets_go=frozenset(present.get(name, frozenset()) - replicas),
+        )
+        for name, replicas in wanted.items()
+        if present.get(name, frozenset()) != replicas
+    ]
+    return sorted(steps, key=lambda step: (bool(step.loads), step.adapter))

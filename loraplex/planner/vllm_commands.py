@@ -1,0 +1,61 @@
+"""A plan of slot engines as the commands that start them: one `vllm serve` for each GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import PurePosixPath
+from typing import Final
+
+from loraplex.planner.demand import PlanError
+from loraplex.planner.plan import GpuPlan, Plan
+
+FIRST_PORT: Final = 8000
+_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank; 1, which only its latest releases take, is left out."""
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@-]*")
+"""Names and paths that vLLM splits rightly at the '='; others are written as JSON."""
+_PER_LINE: Final = " \\\n    "
+
+
+def vllm_commands(plan: Plan, *, model: str, adapters_dir: str, first_port: int = FIRST_PORT) -> list[str]:
+    """Return a command, quoted for a shell, for each GPU that has adapters; its port is `first_port` plus the
+    number of its GPU. `adapters_dir`: the folder with a subfolder for each adapter.
+
+    Raises PlanError for a plan of an engine without slots, or for a rank that vLLM does not serve."""
+    return [
+        _command(number, gpu, model=model, adapters_dir=adapters_dir, port=first_port + number)
+        for number, gpu in enumerate(plan.gpus)
+        if gpu.adapters
+    ]
+
+
+def _command(number: int, gpu: GpuPlan, *, model: str, adapters_dir: str, port: int) -> str:
+    if gpu.num_slots is None:
+        raise PlanError(
+            "the plan is for loraplex's own engine, which has no slots to set; apply it to a running fleet "
+            "(`loraplex plan apply PLAN --base-url URL`), or make one with a profile of vLLM"
+        )
+    rank = next((rank for rank in _RANKS if rank >= gpu.max_rank), None)
+    if rank is None:
+        largest = max(gpu.adapters, key=lambda each: each.rank)
+        raise PlanError(
+            f"adapter {largest.name!r} has rank {largest.rank}, and vLLM serves ranks up to {_RANKS[-1]}; "
+            "leave it out of the demand, and make the plan again"
+        )
+    num_held = max(gpu.num_slots, len(gpu.adapters))
+    words = [
+        f"CUDA_VISIBLE_DEVICES={number} vllm serve {shlex.quote(model)} --port {port}",
+        f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {rank} --max-cpu-loras {num_held}",
+        "--lora-modules",
+    ]
+    modules = [_module(each.name, str(PurePosixPath(adapters_dir) / each.name)) for each in gpu.adapters]
+    return _PER_LINE.join([*words, *map(shlex.quote, modules)])
+
+
+def _module(name: str, path: str) -> str:
+    """Return an adapter as vLLM's --lora-modules takes it."""
+    if _PLAIN.fullmatch(name) and _PLAIN.fullmatch(path):
+        return f"{name}={path}"
+    return json.dumps({"name": name, "path": path})

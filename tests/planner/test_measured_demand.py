@@ -1,0 +1,55 @@
+"""The demand that a running server has measured, asked for by `loraplex plan make --from`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from canned_server import answering, demand_of
+
+from loraplex.cli.measured_demand import measured_demand
+from loraplex.core.errors import UserError
+from loraplex.planner.demand import AdapterDemand
+
+PATH = "/v1/demand"
+
+
+def test_rates_and_lengths_are_those_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = demand_of({"a": 0.5, "idle": 0.0}) | {"base_requests": 500}
+    with answering({PATH: (200, answer)}) as url:
+        found = measured_demand(url, None)
+    assert found.adapters == (
+        AdapterDemand(name="a", rank=8, rate_rps=0.5),
+        AdapterDemand(name="idle", rank=8, rate_rps=0.0),
+    )
+    assert (found.prompt_tokens, found.output_tokens) == (200.0, 30.0)
+    assert "50% of the requests are for the base model alone" in capsys.readouterr().err
+
+
+def test_few_requests_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering({PATH: (200, demand_of({"a": 0.5}, seconds=10.0))}) as url:
+        measured_demand(url, None)
+    assert "5 requests for adapters within 10 s: the rates are rough" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((401, {"error": {"message": "no valid API key"}}), "wants an API key"),
+        ((404, {}), "is it a loraplex server with a measured demand"),
+        ((200, "<html>"), "did not answer with JSON"),
+        ((200, {"data": {}}), "something else than a list"),
+        ((200, {"data": [{"id": "gpt"}]}), "did not answer as a server of this version"),
+        ((200, demand_of({})), "serves no adapters"),
+        ((200, demand_of({"a": 0.0}) | {"prompt_tokens": None}), "no request for an adapter within the last"),
+        ((200, demand_of({"a": 1.0}) | {"output_tokens": None}), "send it traffic first"),
+    ],
+)
+def test_what_is_no_measured_demand_is_said(answer: tuple[int, Any], words: str) -> None:
+    with answering({PATH: answer}) as url, pytest.raises(UserError, match=words):
+        measured_demand(url, "key")
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(UserError, match=r"no server answers at http://127.0.0.1:9"):
+        measured_demand("http://127.0.0.1:9", None)

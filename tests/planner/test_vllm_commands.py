@@ -1,0 +1,92 @@
+"""A plan as vLLM's command lines."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.planner.demand import AdapterDemand, PlanError
+from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.plan_file import write_plan
+from loraplex.planner.vllm_commands import vllm_commands
+
+
+def plan_of(*gpus: tuple[dict[str, int], int | None], profile: str = "vllm-h100-llama-3.1-8b") -> Plan:
+    """Return a plan of GPUs given as their adapters' ranks, and their slots."""
+    return Plan(
+        gpus=tuple(
+            GpuPlan(
+                adapters=tuple(
+                    AdapterDemand(name=name, rank=rank, rate_rps=0.1) for name, rank in ranks.items()
+                ),
+                num_slots=num_slots,
+            )
+            for ranks, num_slots in gpus
+        ),
+        profile=profile,
+        packer="by hand",
+        prompt_tokens=200.0,
+        output_tokens=30.0,
+    )
+
+
+def commands_of(plan: Plan) -> list[list[str]]:
+    found = vllm_commands(plan, model="acme/base", adapters_dir="/srv/adapters")
+    return list(map(words_of, found))
+
+
+def words_of(command: str) -> list[str]:
+    """Return a command's words as a shell reads them; shlex does not join lines."""
+    return shlex.split(command.replace("\\\n", ""))
+
+
+def test_each_gpu_gets_a_command() -> None:
+    first, second = commands_of(plan_of(({"a": 8, "b": 24, "c": 4}, 2), ({"d": 256}, 8)))
+    assert first[:5] == ["CUDA_VISIBLE_DEVICES=0", "vllm", "serve", "acme/base", "--port"]
+    assert "--max-loras 2 --max-lora-rank 32 --max-cpu-loras 3" in " ".join(first)
+    assert first[-4:] == ["--lora-modules", *(f"{name}=/srv/adapters/{name}" for name in "abc")]
+    assert "--port 8001" in " ".join(second)
+    assert "--max-loras 8 --max-lora-rank 256 --max-cpu-loras 8" in " ".join(second)
+
+
+@given(st.text(min_size=1, max_size=12))
+def test_any_name_reaches_vllm_whole(name: str) -> None:
+    (command,) = commands_of(plan_of(({name: 8}, 1)))
+    given_module = command[-1]
+    if given_module.startswith("{"):
+        assert json.loads(given_module)["name"] == name
+    else:
+        assert given_module.split("=") == [name, f"/srv/adapters/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of(({"a": 8}, None)), "has no slots to set"),
+        (plan_of(({"a": 8, "huge": 1024}, 4)), "adapter 'huge' has rank 1024"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_said(plan: Plan, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        commands_of(plan)
+
+
+def test_the_command_prints_them(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, plan_of(({"a": 8, "b": 16}, 2), ({}, 1)))
+    args = ["plan", "apply", str(path), "--vllm-commands"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert words_of(done.stdout)[-1] == "b=adapters/b"
+    assert "GPU 1 has no adapters" in done.stderr
+    assert "--model" in done.stderr
+    named = CliRunner().invoke(app, [*args, "--model", "acme/base; reboot", "--adapters-dir", "/srv/x y"])
+    assert "acme/base; reboot" in words_of(named.stdout)
+    assert json.loads(words_of(named.stdout)[-1]) == {"name": "b", "path": "/srv/x y/b"}
