@@ -100,6 +100,7 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     )
     assert made.exit_code == 1
     assert f"wrote {out}" in made.output
+    assert "plan with --packer max-pack" in words_of(made)
     checked = plan("check", out, "--seeds", "1", "--seconds", "300")
     assert checked.exit_code == 1
     assert "starving" in checked.output or "leave no memory" in checked.output
