@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from loraplex.planner.plan import Plan
 
 _PER_S: Final = "{:,.0f}".format
-_ASK_NOBODY: Final = ("max-base", "max-base-half", "random", "dlora")
 _MOST_SHOWN: Final = 8
 """GPUs that a line names before it says how many more there are."""
 
@@ -123,6 +122,8 @@ def warn(message: str) -> None:
 
 
 def _say_what_is_wrong(plan: Plan, checked: PlanCheck) -> None:
+    from loraplex.planner.make import BASELINES
+
     too_large, slow = _starving(checked)
     if too_large:
         warn(
@@ -133,7 +134,7 @@ def _say_what_is_wrong(plan: Plan, checked: PlanCheck) -> None:
         verb = "serves" if len(slow) == 1 else "serve"
         fix = (
             "plan with --packer max-pack or improved, which look whether GPUs starve"
-            if plan.packer in _ASK_NOBODY
+            if plan.packer in BASELINES
             else "give more --gpus, or plan for rates that are a tenth higher, which leaves room"
         )
         warn(f"starving: {_numbered(slow)} {verb} less than 0.9 of what is offered; {fix}")
