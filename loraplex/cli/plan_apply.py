@@ -170,7 +170,8 @@ def _replicas(numbers: frozenset[int]) -> str | None:
 
 
 def check_serves(plan: Plan) -> None:
-    """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves."""
+    """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves, or misses
+    a limit that the plan was made for."""
     from loraplex.cli.twin_options import read_profile_of
     from loraplex.planner.check import CHECKED_S, SEEDS, check_plan
 
@@ -183,9 +184,12 @@ def check_serves(plan: Plan) -> None:
             duration_s=CHECKED_S,
             report=lambda share: report("GPUs", share),
         )
-    if checked.starves:
+    if not checked.holds:
+        what = (
+            f"starves: {_starved(checked)}" if checked.starves else f"misses its limits: {_missed(checked)}"
+        )
         raise UserError(
-            f"the plan starves: {_starved(checked)}; make another (`loraplex plan check PLAN` shows more), "
+            f"the plan {what}; make another (`loraplex plan check PLAN` shows more), "
             "or apply it as it is with --force"
         )
 
@@ -199,6 +203,10 @@ def _starved(checked: PlanCheck) -> str:
         if gpu.num_starved
     ]
     return _some(named)
+
+
+def _missed(checked: PlanCheck) -> str:
+    return _some([f"GPU {number}: {each}" for number, gpu in enumerate(checked.gpus) for each in gpu.missed])
 
 
 def _wait(
