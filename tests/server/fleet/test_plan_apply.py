@@ -149,8 +149,12 @@ def test_an_adapter_may_have_several_replicas_and_keeps_them_as_a_new_version(
     assert httpx.post(f"{fleet}/v1/load_lora_adapter", json=version).status_code == 200
     wait_until(lambda: placement(fleet)["stands"], "the new version is not where the old one was")
     assert where(fleet)["cold"] == [0, 2]
-    version["lora_path"] = str(folder / "more" / "cold")
+    assert httpx.post(f"{fleet}/v1/unload_lora_adapter", json={"lora_name": "cold"}).status_code == 200
+    assert placement(fleet)["stands"]
+    version = {"lora_name": "cold", "lora_path": str(folder / "more" / "cold")}
     assert httpx.post(f"{fleet}/v1/load_lora_adapter", json=version).status_code == 200
+    wait_until(lambda: placement(fleet)["stands"], "it is not where it was before it was unloaded")
+    assert where(fleet)["cold"] == [0, 2]
 
 
 def test_a_released_fleet_places_by_its_policy(fleet: str, tmp_path: Path) -> None:
@@ -241,6 +245,25 @@ def test_a_placement_that_cannot_be_is_refused(fleet: str, change: dict[str, Any
     assert refused.status_code == 400
     assert words in refused.json()["error"]["message"]
     assert placement(fleet) == before
+
+
+def test_a_command_that_is_given_up_leaves_the_rest_to_the_fleet(fleet: str, tmp_path: Path) -> None:
+    path = plan_in(tmp_path, ("three",), ("one", "cold"), ("two",))
+    command(fleet, "apply", path, "--force", "--timeout", "0")
+    wait_until(lambda: placement(fleet)["stands"], "the fleet does not go on by itself")
+    assert where(fleet) == {"one": [1], "two": [2], "three": [0], "cold": [1]}
+    assert command(fleet, "apply", path, "--force").returncode == 0
+
+
+def test_a_fleet_is_watched(fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.planner.watch.LOOKED_S", 10.0)
+    path = plan_in(tmp_path, ("one", "two"), ("three",), ("cold",))
+    assert command(fleet, "apply", path, "--force").returncode == 0
+    for name in RANKS:
+        complete(fleet, name)
+    watched = command(fleet, "watch", path, "--once")
+    assert watched.returncode == 0, watched
+    assert "the plan holds: asked for" in watched.stdout
 
 
 def test_what_the_fleet_was_asked_for_is_measured(fleet: str) -> None:
