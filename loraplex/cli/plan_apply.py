@@ -53,7 +53,7 @@ def apply(
         bool, typer.Option("--dry-run", help="Check everything, show the steps, and change nothing.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Do not simulate the plan before: it may starve.")
+        bool, typer.Option("--force", help="Do not simulate the plan before; it may starve.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds to wait until the fleet has carried it out.")
@@ -75,8 +75,8 @@ def apply(
 ) -> None:
     """Have a running fleet serve as planned; its first replica is the plan's first GPU, and so on.
 
-    The plan is simulated before, and refused if a GPU starves. An adapter's old replicas serve it until the
-    new ones have it. Repeated, the command goes on.
+    The plan is simulated before, and refused if a GPU starves or misses a limit. An adapter's old replicas
+    serve it until the new ones have it. Repeated, the command goes on.
     """
     from loraplex.planner.plan_file import read_plan
 
@@ -170,7 +170,8 @@ def _replicas(numbers: frozenset[int]) -> str | None:
 
 
 def check_serves(plan: Plan) -> None:
-    """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves."""
+    """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves, or misses a
+    limit of the plan."""
     from loraplex.cli.twin_options import read_profile_of
     from loraplex.planner.check import CHECKED_S, SEEDS, check_plan
 
@@ -183,21 +184,22 @@ def check_serves(plan: Plan) -> None:
             duration_s=CHECKED_S,
             report=lambda share: report("GPUs", share),
         )
-    if checked.starves:
+    if not checked.holds:
         raise UserError(
-            f"the plan starves: {_starved(checked)}; make another (`loraplex plan check PLAN` shows more), "
-            "or apply it as it is with --force"
+            f"the plan does not hold in the twin: {_failing(checked)}; make another (`loraplex plan check "
+            "PLAN` shows more), or apply it as it is with --force"
         )
 
 
-def _starved(checked: PlanCheck) -> str:
-    named = [
-        f"GPU {number} serves {gpu.share_served:.0%} of what is offered"
-        if gpu.fits
-        else f"GPU {number} has no memory for so many slots"
-        for number, gpu in enumerate(checked.gpus)
-        if gpu.num_starved
-    ]
+def _failing(checked: PlanCheck) -> str:
+    named = []
+    for number, gpu in enumerate(checked.gpus):
+        if not gpu.fits:
+            named.append(f"GPU {number} has no memory for so many slots")
+        elif gpu.num_starved:
+            named.append(f"GPU {number} starves and serves {gpu.share_served:.0%} of what is offered")
+        elif gpu.missed:
+            named.append(f"GPU {number} has a {' and a '.join(gpu.missed)}")
     return _some(named)
 
 

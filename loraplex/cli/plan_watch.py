@@ -60,8 +60,10 @@ def watch(
     out: Annotated[Path | None, typer.Option(help="Write the proposed plan to this file.")] = None,
     json_out: JsonPath = None,
 ) -> None:
-    """Watch a fleet that serves by a plan, and propose another one when its traffic has left the plan: when
-    a GPU starves in the twin, or when fewer GPUs would do. Says what moving costs and gains; applies nothing.
+    """Watch a fleet that serves by a plan, and propose another one when its traffic has left the plan.
+
+    That is when a GPU starves or misses a limit in the twin, or when fewer GPUs would do. Says what moving
+    costs and gains, and applies nothing.
     """
     check_writable(out, "--out", inputs=(plan,))
     check_writable(json_out, inputs=tuple(path for path in (plan, out) if path is not None))
@@ -200,17 +202,15 @@ def _show_look(look: Look, present: Placement) -> None:
     match look.verdict:
         case Verdict.HOLDS:
             found = "the plan holds"
-        case Verdict.STARVES:
-            found = f"{look.starving} {plural('GPU', look.starving)} {_starve(look.starving)} in the twin"
+        case Verdict.TOO_SMALL:
+            limits = " or miss a limit" if look.served.objective.has_limits else ""
+            number = look.num_failing
+            found = f"{number} of {len(look.served.gpus)} GPUs starve{limits} in the twin"
         case Verdict.TOO_LARGE:
             found = "fewer GPUs may do"
     typer.echo(f"{_now()} {found}: {asked}")
     if not present.is_given:
         typer.echo("the fleet was given no plan, and is judged by where its policy has the adapters")
-
-
-def _starve(number: int) -> str:
-    return "starves" if number == 1 else "starve"
 
 
 def _show_proposal(plan: Plan, look: Look, proposal: _Proposal | None) -> None:
@@ -231,7 +231,7 @@ def _show_proposal(plan: Plan, look: Look, proposal: _Proposal | None) -> None:
         f"{plural('load', cost.num_loads)} of {cost.num_bytes / 2**20:,.1f} MiB, {cost.longest_s:.2f} s on "
         "the replica with most of them"
     )
-    if look.verdict is Verdict.STARVES:
+    if look.verdict is Verdict.TOO_SMALL:
         gained = proposal.gained_tok_s
         per_gpu_tok_s = look.measured_tok_s / len(plan.gpus)
         worth = f", which outweighs the loads after {in_words(cost.load_s * per_gpu_tok_s / gained)}"
@@ -256,7 +256,7 @@ def _figures(look: Look, proposal: _Proposal | None) -> dict[str, Any]:
         "measured_tok_s": look.measured_tok_s,
         "planned_tok_s": look.planned_tok_s,
         "gpus": len(look.served.gpus),
-        "starving_gpus": look.starving,
+        "failing_gpus": look.num_failing,
         "proposal": None
         if proposal is None
         else {

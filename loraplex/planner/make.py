@@ -87,8 +87,7 @@ def make_plan(
     report: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
-    own engine, and the twin of others. `report`: gets
-    the share of adapters that it was asked about.
+    own engine, and the twin of others. `report`: gets the share of adapters that it was asked about.
 
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
@@ -99,6 +98,7 @@ def make_plan(
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
     check_lengths(profile, demand)
+    is_trained = judge is not None
     judge = judge or default_judge(profile, demand, objective)
     is_quick = not isinstance(judge, TwinJudge)
     reporting = ReportingJudge(judge, len(demand.adapters), report)
@@ -109,7 +109,7 @@ def make_plan(
         reporting,
         most_judgements=_MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS,
     )
-    if packer in ("least-rate", "random") and isinstance(judge, TwinJudge):
+    if packer in ("least-rate", "random") and not is_trained:  # surrogates know nothing of single adapters
         check_hardest(demand, reporting, has_slots=not isinstance(profile, CostModel))
     if num_gpus is None:
         if packer in _SPREADS_BLINDLY:

@@ -1,8 +1,9 @@
-"""Whether a fleet's placement still fits its traffic, and a plan that fits it better.
+"""Finds out whether a fleet's placement still fits its traffic, and plans again when it does not.
 
 The fleet was planned for some rates. A GPU that is asked for more than planned is simulated with what was
-measured, and starving is a reason for another plan. So is traffic far below the plan, if fewer GPUs do with
-room to spare. Both reasons must hold in several looks in a row, and are proposed once.
+measured, and starving is a reason for another plan, as is missing a limit on latency. So is traffic far below
+the plan, if fewer GPUs do with room to spare. A reason must hold in several looks in a row, and is acted on
+once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,7 +29,8 @@ from loraplex.planner.plan import GpuPlan, Plan
 
 SEEDS: Final = (1, 2)
 LOOKED_S: Final = 600.0
-"""A GPU is simulated for so many seconds with each seed; it starves if it does with all of them."""
+"""A GPU is simulated for so many seconds with each seed; it starves if it does with all of them, and misses a
+limit by the mean of all."""
 SMALL_SHARE: Final = 0.7
 """Share of the planned tokens below which fewer GPUs are looked for."""
 HEADROOM: Final = 1.25
@@ -42,7 +45,8 @@ class Verdict(StrEnum):
     """The result of a look at a fleet."""
 
     HOLDS = "holds"
-    STARVES = "starves"
+    TOO_SMALL = "too small"
+    """A GPU starves or misses a limit."""
     TOO_LARGE = "too large"
     """Far less is asked for than planned."""
 
@@ -64,7 +68,7 @@ class Hysteresis:
             case Verdict.HOLDS:
                 self._searched_tok_s = None
                 return False
-            case Verdict.STARVES:
+            case Verdict.TOO_SMALL:
                 self._searched_tok_s = None
                 return self._num_same == self._num_looks
             case Verdict.TOO_LARGE:
@@ -120,10 +124,10 @@ class Look:
     checked: PlanCheck | None
 
     @property
-    def starving(self) -> int:
-        """Number of GPUs that starve with all seeds."""
+    def num_failing(self) -> int:
+        """Number of GPUs that starve with all seeds, or miss a limit."""
         gpus = () if self.checked is None else self.checked.gpus
-        return sum(gpu.num_starved == len(gpu.runs) for gpu in gpus)
+        return sum(gpu.num_starved == len(gpu.runs) or bool(gpu.missed) for gpu in gpus)
 
 
 def look_at(
@@ -148,8 +152,8 @@ def look_at(
         measured_tok_s=sum(measured),
         checked=checked,
     )
-    if look.starving:
-        return replace(look, verdict=Verdict.STARVES)
+    if look.num_failing:
+        return replace(look, verdict=Verdict.TOO_SMALL)
     if len(plan.gpus) > 1 and sum(measured) < SMALL_SHARE * sum(planned):
         return replace(look, verdict=Verdict.TOO_LARGE)
     return look
@@ -157,20 +161,21 @@ def look_at(
 
 def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan | None:
     """Return a plan for the measured demand with headroom: with the same GPUs if they will do, with more
-    where something starves, and with fewer where they are too many. None if that needs no fewer."""
+    where they are too few, and with fewer where they are too many. None if that needs no fewer."""
     wanted = replace(
         demand,
         adapters=tuple(replace(each, rate_rps=each.rate_rps * HEADROOM) for each in demand.adapters),
     )
     num_gpus = len(plan.gpus)
     packer = plan.packer if plan.packer in PACKERS else "max-pack"
-    least = make_plan(wanted, profile, profile_name=plan.profile, packer=packer, num_gpus=None)
+    make = partial(make_plan, wanted, profile, profile_name=plan.profile, objective=plan.objective)
+    least = make(packer=packer, num_gpus=None)
     if look.verdict is Verdict.TOO_LARGE:
         return least if len(least.gpus) < num_gpus else None
     if len(least.gpus) >= num_gpus:
         return least
     try:
-        return make_plan(wanted, profile, profile_name=plan.profile, packer="least-rate", num_gpus=num_gpus)
+        return make(packer="least-rate", num_gpus=num_gpus)
     except PlanError:
         unused = GpuPlan(adapters=(), num_slots=least.gpus[0].num_slots)
         return replace(least, gpus=(*least.gpus, *[unused] * (num_gpus - len(least.gpus))))

@@ -91,10 +91,10 @@ def test_a_gpu_that_starves_is_relieved_and_as_little_moves_as_can(tmp_path: Pat
         *("--out", str(out), "--json", str(tmp_path / "look.json")),
     )
     assert found.exit_code == 4, found
-    assert "1 GPU starves in the twin" in found.output
+    assert "1 of 2 GPUs starve in the twin" in found.output
     figures = json.loads((tmp_path / "look.json").read_text())
     proposal = figures["proposal"]
-    assert (figures["verdict"], figures["starving_gpus"]) == ("starves", 1)
+    assert (figures["verdict"], figures["failing_gpus"]) == ("too small", 1)
     assert proposal["gained_tok_s"] > 0
     assert proposal["least_served"] > 0.9
     assert proposal["num_bytes"] == proposal["num_loads"] * 2**20 > 0
@@ -133,7 +133,7 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path, canned: Canned, words: s
 
 def test_a_reason_must_last_and_is_acted_on_once() -> None:
     hysteresis = Hysteresis(num_looks=2)
-    verdicts = [Verdict.STARVES, Verdict.HOLDS, Verdict.STARVES, Verdict.STARVES, Verdict.STARVES]
+    verdicts = [Verdict.TOO_SMALL, Verdict.HOLDS, Verdict.TOO_SMALL, Verdict.TOO_SMALL, Verdict.TOO_SMALL]
     assert [hysteresis.acts(each, 100.0) for each in verdicts] == [False, False, False, True, False]
 
 
