@@ -12,6 +12,7 @@ from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from loraplex.fleet.plan import Entry
     from loraplex.planner.plan import Plan
     from loraplex.server.responses import Placement
 
@@ -41,26 +42,37 @@ def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
     UserError if there are more or fewer replicas than GPUs."""
     from loraplex.planner.placement_steps import placement_of
 
-    if len(plan.gpus) != len(replicas):
-        num_gpus, num_replicas = len(plan.gpus), len(replicas)
-        raise UserError(
-            f"the plan is for {num_gpus} {plural('GPU', num_gpus)}, and the fleet has {num_replicas} "
-            f"{plural('replica', num_replicas)}; make one for as many (`loraplex plan make --gpus "
-            f"{num_replicas}`), or change the fleet (`loraplex fleet scale {num_gpus}`)"
-        )
+    check_num_gpus(plan, replicas)
     ranks = {each.name: each.rank for gpu in plan.gpus for each in gpu.adapters}
     return {
         "replicas": replicas,
         "adapters": [
-            {
-                "lora_name": name,
-                "rank": ranks[name],
-                "replicas": [replicas[gpu] for gpu in entry.replicas],
-                "shares": [max(share, _LEAST_SHARE) for share in entry.shares],
-            }
+            {"lora_name": name, "rank": ranks[name], **_given(entry, replicas)}
             for name, entry in placement_of(plan).items()
         ],
     }
+
+
+def _given(entry: Entry, replicas: list[int]) -> dict[str, Any]:
+    """Return an adapter's replicas, and its shares if there are several: bodies have a limit of lists."""
+    given: dict[str, Any] = {"replicas": [replicas[gpu] for gpu in entry.replicas]}
+    if len(entry.replicas) > 1:
+        given["shares"] = [max(share, _LEAST_SHARE) for share in entry.shares]
+    return given
+
+
+def check_num_gpus(plan: Plan, replicas: list[int]) -> None:
+    """Raise UserError unless a fleet has as many replicas as a plan has GPUs."""
+    num_gpus, num_replicas = len(plan.gpus), len(replicas)
+    if num_gpus == num_replicas:
+        return
+    # Packers that fill one GPU after the other leave the rest out of the plan.
+    packer = " --packer least-rate" if num_gpus < num_replicas else ""
+    raise UserError(
+        f"the plan is for {num_gpus} {plural('GPU', num_gpus)}, and the fleet has {num_replicas} "
+        f"{plural('replica', num_replicas)}; make one for as many (`loraplex plan make --gpus "
+        f"{num_replicas}{packer}`), or change the fleet (`loraplex fleet scale {num_gpus}`)"
+    )
 
 
 def _call(

@@ -16,6 +16,7 @@ from loraplex.cli.json_out import check_picture, check_writable, files_saved, sa
 from loraplex.cli.plan_demand import asked_demand, check_finite
 from loraplex.cli.plan_show import figures_of, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
+from loraplex.cli.plan_watch import watch
 from loraplex.cli.server_calls import ApiKey
 from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
@@ -250,3 +251,4 @@ def _alternatives(plan: Plan, profile: Profile) -> list[Alternative]:
 
 app.command()(plan_apply.apply)
 app.command()(plan_apply.release)
+app.command()(watch)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _ADAPTERS_DIR: Final = "adapters"
 _POLL_S: Final = 0.2
+_POLL_ADAPTER_S: Final = 5e-4
+"""Seconds between looks, and how many more for each adapter: a fleet has to list all of them each time."""
 _AGAIN_S: Final = 10.0
 """Seconds after which a placement that does not get on is handed over again: loads that failed are tried
 again then."""
@@ -51,7 +53,7 @@ def apply(
         bool, typer.Option("--dry-run", help="Check everything, show the steps, and change nothing.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Do not simulate the plan before: it may starve.")
+        bool, typer.Option("--force", help="Do not simulate the plan before; it may starve.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds to wait until the fleet has carried it out.")
@@ -73,8 +75,8 @@ def apply(
 ) -> None:
     """Have a running fleet serve as planned; its first replica is the plan's first GPU, and so on.
 
-    The plan is simulated before, and refused if a GPU starves. An adapter's old replicas serve it until the
-    new ones have it. Repeated, the command goes on.
+    The plan is simulated before, and refused if a GPU starves or misses a limit. An adapter's old replicas
+    serve it until the new ones have it. Repeated, the command goes on.
     """
     from loraplex.planner.plan_file import read_plan
 
@@ -168,8 +170,8 @@ def _replicas(numbers: frozenset[int]) -> str | None:
 
 
 def check_serves(plan: Plan) -> None:
-    """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves, or misses
-    a limit that the plan was made for."""
+    """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves, or misses a
+    limit of the plan."""
     from loraplex.cli.twin_options import read_profile_of
     from loraplex.planner.check import CHECKED_S, SEEDS, check_plan
 
@@ -183,28 +185,22 @@ def check_serves(plan: Plan) -> None:
             report=lambda share: report("GPUs", share),
         )
     if not checked.holds:
-        what = (
-            f"starves: {_starved(checked)}" if checked.starves else f"misses its limits: {_missed(checked)}"
-        )
         raise UserError(
-            f"the plan {what}; make another (`loraplex plan check PLAN` shows more), "
-            "or apply it as it is with --force"
+            f"the plan does not hold in the twin: {_failing(checked)}; make another (`loraplex plan check "
+            "PLAN` shows more), or apply it as it is with --force"
         )
 
 
-def _starved(checked: PlanCheck) -> str:
-    named = [
-        f"GPU {number} serves {gpu.share_served:.0%} of what is offered"
-        if gpu.fits
-        else f"GPU {number} has no memory for so many slots"
-        for number, gpu in enumerate(checked.gpus)
-        if gpu.num_starved
-    ]
+def _failing(checked: PlanCheck) -> str:
+    named = []
+    for number, gpu in enumerate(checked.gpus):
+        if not gpu.fits:
+            named.append(f"GPU {number} has no memory for so many slots")
+        elif gpu.num_starved:
+            named.append(f"GPU {number} starves and serves {gpu.share_served:.0%} of what is offered")
+        elif gpu.missed:
+            named.append(f"GPU {number} has a {' and a '.join(gpu.missed)}")
     return _some(named)
-
-
-def _missed(checked: PlanCheck) -> str:
-    return _some([f"GPU {number}: {each}" for number, gpu in enumerate(checked.gpus) for each in gpu.missed])
 
 
 def _wait(
@@ -224,7 +220,7 @@ def _wait(
                     "it goes on by itself: give the same command again to wait for it, or let its policy "
                     "place them with `loraplex plan release` (`loraplex fleet status` shows the replicas)"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S + _POLL_ADAPTER_S * len(given.data))
             is_stuck = not any(each.waiting for each in given.data)
             if is_stuck and now_s - looked_s >= _AGAIN_S:
                 looked_s = now_s

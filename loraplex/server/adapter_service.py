@@ -86,7 +86,7 @@ class AdapterService:
     """Lookup, load, reload and unload of adapters, for one base model. Used from one event loop.
 
     `on_dropped` is called with a name that another server has unloaded, once the name is free; `on_changed`
-    after a name stands for another version, or for one more.
+    with one that stands for another version, or for one more, once it does.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class AdapterService:
         self.registered = RegisteredNames(registry)
         self.follower = RegistryFollower(self.registered, self.files, self)
         self.on_dropped: Callable[[str], None] = lambda name: None
-        self.on_changed: Callable[[], None] = lambda: None
+        self.on_changed: Callable[[str], None] = lambda name: None
         self.left_out: dict[str, LeftOut] = {}
         """Names that are not served because their adapters could not be read at the start, or the engine
         refused them (see the module `left_out`)."""
@@ -358,7 +358,7 @@ class AdapterService:
         before = self._served.get(after.name)
         self._served[after.name] = after
         self.left_out.pop(after.name, None)
-        self.on_changed()
+        self.on_changed(after.name)
         for version in set() if before is None else before.versions - after.versions:
             self._retire_if_unused(version)
         return after

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from canned_server import answering, demand_of
+from small import PROFILE_NAME
+from typer.testing import CliRunner
 
+from loraplex.cli.main import app
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.core.errors import UserError
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.plan import whole_adapters
+from loraplex.planner.plan_file import read_plan
 
 PATH = "/v1/demand"
 
@@ -24,6 +30,18 @@ def test_rates_and_lengths_are_those_that_were_measured(capsys: pytest.CaptureFi
     )
     assert (found.prompt_tokens, found.output_tokens) == (200.0, 30.0)
     assert "50% of the requests are for the base model alone" in capsys.readouterr().err
+
+
+def test_a_plan_is_made_from_it(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    with answering({PATH: (200, demand_of({"a": 0.5, "idle": 0.0}))}) as url:
+        args = ["plan", "make", "--from", url, "--profile", PROFILE_NAME, "--out", str(out), "--no-compare"]
+        made = CliRunner().invoke(app, args)
+    assert made.exit_code == 0, made
+    assert {each.name: each.rate_rps for each in whole_adapters(read_plan(out).gpus)} == {
+        "a": 0.5,
+        "idle": 0.0,
+    }
 
 
 def test_few_requests_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:

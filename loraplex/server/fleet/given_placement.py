@@ -81,9 +81,9 @@ class GivenPlacement:
             data=rows,
         )
 
-    def _follow(self) -> None:
-        """Hand the placement over again when names stand for other versions."""
-        if self._entries:
+    def _follow(self, name: str) -> None:
+        """Hand the placement over again when a name in it stands for another version."""
+        if name in self._entries:
             self._hand_over()
 
     def _hand_over(self) -> None:

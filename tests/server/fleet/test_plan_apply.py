@@ -12,9 +12,10 @@ import httpx
 import pytest
 from server_process import Ended, complete, replicas, run_command, serving, wait_until
 
+from loraplex.cli.measured_demand import measured_demand
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import demand_of, read_plan, write_plan
+from loraplex.planner.plan_file import write_plan
 
 RANKS = {"one": 4, "two": 8, "three": 4, "cold": 4}
 OURS = "h200-llama-2-7b"
@@ -148,8 +149,12 @@ def test_an_adapter_may_have_several_replicas_and_keeps_them_as_a_new_version(
     assert httpx.post(f"{fleet}/v1/load_lora_adapter", json=version).status_code == 200
     wait_until(lambda: placement(fleet)["stands"], "the new version is not where the old one was")
     assert where(fleet)["cold"] == [0, 2]
-    version["lora_path"] = str(folder / "more" / "cold")
+    assert httpx.post(f"{fleet}/v1/unload_lora_adapter", json={"lora_name": "cold"}).status_code == 200
+    assert placement(fleet)["stands"]
+    version = {"lora_name": "cold", "lora_path": str(folder / "more" / "cold")}
     assert httpx.post(f"{fleet}/v1/load_lora_adapter", json=version).status_code == 200
+    wait_until(lambda: placement(fleet)["stands"], "it is not where it was before it was unloaded")
+    assert where(fleet)["cold"] == [0, 2]
 
 
 def test_a_released_fleet_places_by_its_policy(fleet: str, tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ def test_a_plan_that_starves_is_refused_unless_forced(
     path = plan_in(tmp_path, ("one",), ("two",), (), rate_rps=1000.0)
     refused = command(fleet, "apply", path)
     assert refused.returncode == 1
-    assert "the plan starves: GPU 0 serves" in refused.stderr
+    assert "the plan does not hold in the twin: GPU 0 starves and serves" in refused.stderr
     assert "--force" in refused.stderr
     assert placement(fleet) == before
     assert command(fleet, "apply", path, "--force").returncode == 0
@@ -242,17 +247,31 @@ def test_a_placement_that_cannot_be_is_refused(fleet: str, change: dict[str, Any
     assert placement(fleet) == before
 
 
-def test_a_plan_is_made_from_what_the_fleet_was_asked_for(fleet: str, tmp_path: Path) -> None:
+def test_a_command_that_is_given_up_leaves_the_rest_to_the_fleet(fleet: str, tmp_path: Path) -> None:
+    path = plan_in(tmp_path, ("three",), ("one", "cold"), ("two",))
+    command(fleet, "apply", path, "--force", "--timeout", "0")
+    wait_until(lambda: placement(fleet)["stands"], "the fleet does not go on by itself")
+    assert where(fleet) == {"one": [1], "two": [2], "three": [0], "cold": [1]}
+    assert command(fleet, "apply", path, "--force").returncode == 0
+
+
+def test_a_fleet_is_watched(fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.planner.watch.LOOKED_S", 10.0)
+    path = plan_in(tmp_path, ("one", "two"), ("three",), ("cold",))
+    assert command(fleet, "apply", path, "--force").returncode == 0
+    for name in RANKS:
+        complete(fleet, name)
+    watched = command(fleet, "watch", path, "--once")
+    assert watched.returncode == 0, watched
+    assert "the plan holds: asked for" in watched.stdout
+
+
+def test_what_the_fleet_was_asked_for_is_measured(fleet: str) -> None:
     complete(fleet, "two")
-    out = tmp_path / "made.json"
-    options = ("--profile", OURS, "--gpus", "3", "--packer", "least-rate", "--out", str(out))
-    made = run_command("plan", "make", "--from", fleet, *options)
-    assert made.returncode == 0, made
-    demand = demand_of(read_plan(out))
+    demand = measured_demand(fleet, None)
     assert {each.name: each.rank for each in demand.adapters} == RANKS
     assert all(each.rate_rps > 0 for each in demand.adapters if each.name == "two")
-    assert demand.output_tokens <= 12
-    assert command(fleet, "apply", str(out), "--dry-run", "--force").returncode == 0
+    assert 0 < demand.output_tokens <= 12
 
 
 def test_who_is_no_fleet_is_told_apart(tmp_path: Path, fleet: str) -> None:

@@ -1,0 +1,153 @@
+"""`loraplex plan watch`: when it proposes another plan, and what that costs and gains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from canned_server import Canned, answering, demand_of
+from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
+from small import PROFILE_NAME
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.move_cost import AdapterSize
+from loraplex.planner.placement_steps import holders_of, placement_of
+from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.plan_file import read_plan, write_plan
+from loraplex.planner.watch import Hysteresis, Verdict, with_least_moves
+
+PLACEMENT, DEMAND = "/v1/fleet/placement", "/v1/demand"
+RATE_RPS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a minute with one seed."""
+    monkeypatch.setattr("loraplex.planner.watch.LOOKED_S", 60.0)
+    monkeypatch.setattr("loraplex.planner.watch.SEEDS", (1,))
+
+
+def plan_of(*gpus: tuple[str, ...], rate_rps: float = RATE_RPS, num_slots: int = 8) -> Plan:
+    return Plan(
+        gpus=tuple(
+            GpuPlan(
+                adapters=tuple(AdapterDemand(name=name, rank=8, rate_rps=rate_rps) for name in names),
+                num_slots=num_slots,
+            )
+            for names in gpus
+        ),
+        profile=PROFILE_NAME,
+        packer="max-pack",
+        prompt_tokens=200.0,
+        output_tokens=30.0,
+    )
+
+
+def placement_of_fleet(*gpus: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a fleet answers that serves so, by replicas with the numbers 1, 2, and so on."""
+    rows = [
+        {"name": name, "rank": 8, "bytes": 2**20, "replicas": [number], "given": [number], "waiting": []}
+        for number, names in enumerate(gpus, start=1)
+        for name in names
+    ]
+    numbers = list(range(1, len(gpus) + 1))
+    return {"object": "placement", "is_given": True, "stands": True, "replicas": numbers, "data": rows}
+
+
+def fleet_of(rates_rps: dict[str, float], *gpus: tuple[str, ...]) -> Canned:
+    return {DEMAND: (200, demand_of(rates_rps)), PLACEMENT: (200, placement_of_fleet(*gpus))}
+
+
+def look(folder: Path, plan: Plan, canned: Canned, *args: str) -> Result:
+    """Watch a fleet for one look."""
+    write_plan(folder / "plan.json", plan)
+    with answering(canned) as url:
+        options = ["plan", "watch", str(folder / "plan.json"), "--url", url, "--once", *args]
+        return CliRunner().invoke(app, options, env={"COLUMNS": "200"})
+
+
+GPUS = (("a", "b", "c", "d"), ("e", "f"))
+
+
+def test_a_plan_holds_while_no_more_is_asked_for(tmp_path: Path) -> None:
+    rates = dict.fromkeys("abcdef", 0.9 * RATE_RPS)
+    held = look(tmp_path, plan_of(*GPUS), fleet_of(rates, *GPUS), "--json", str(tmp_path / "look.json"))
+    assert held.exit_code == 0, held
+    assert "the plan holds: asked for 1,242 tokens/s, planned for 1,380 on 2 GPUs" in held.output
+    assert json.loads((tmp_path / "look.json").read_text())["proposal"] is None
+
+
+def test_a_gpu_that_starves_is_relieved_and_as_little_moves_as_can(tmp_path: Path) -> None:
+    out = tmp_path / "proposed.json"
+    rates = dict.fromkeys("abcd", 16.0) | dict.fromkeys("ef", 1.0)
+    found = look(
+        *(tmp_path, plan_of(*GPUS), fleet_of(rates, *GPUS)),
+        *("--out", str(out), "--json", str(tmp_path / "look.json")),
+    )
+    assert found.exit_code == 4, found
+    assert "1 of 2 GPUs starve in the twin" in found.output
+    figures = json.loads((tmp_path / "look.json").read_text())
+    proposal = figures["proposal"]
+    assert (figures["verdict"], figures["failing_gpus"]) == ("too small", 1)
+    assert proposal["gained_tok_s"] > 0
+    assert proposal["least_served"] > 0.9
+    assert proposal["num_bytes"] == proposal["num_loads"] * 2**20 > 0
+    assert "it gains:" in found.output
+    assert f"`loraplex plan apply {out}" in found.output
+    proposed = read_plan(out)
+    homes = holders_of(placement_of(proposed))
+    assert sum(homes[name] == {0} for name in "abcd") >= 1, "its first GPU is the one that has most of them"
+
+
+def test_fewer_gpus_are_proposed_where_they_do_with_room_to_spare(tmp_path: Path) -> None:
+    rates = dict.fromkeys("abcdef", 0.1)
+    found = look(tmp_path, plan_of(*GPUS), fleet_of(rates, *GPUS))
+    assert found.exit_code == 4, found
+    assert "fewer GPUs may do" in found.output
+    assert "proposed: 1 GPU, instead of 2" in found.output
+    assert "it gains: 1 GPU" in found.output
+    assert "give --out FILE" in found.output
+
+
+@pytest.mark.parametrize(
+    ("canned", "words"),
+    [
+        (fleet_of({"a": 1.0}, ("a",)), "the plan is for 2 GPUs, and the fleet has 1 replica"),
+        ({DEMAND: (200, demand_of({"a": 1.0}))}, "is it a loraplex server with replicas?"),
+        ({PLACEMENT: (200, placement_of_fleet(*GPUS))}, "is it a loraplex server with a measured demand?"),
+        ({PLACEMENT: (401, {})}, "wants an API key"),
+        ({PLACEMENT: (200, {"data": [], "replicas": 3})}, "a server of this version of loraplex"),
+    ],
+)
+def test_what_cannot_be_watched_is_said(tmp_path: Path, canned: Canned, words: str) -> None:
+    refused = look(tmp_path, plan_of(*GPUS), canned)
+    assert refused.exit_code == 1
+    assert words in str(refused.exception)
+
+
+def test_a_reason_must_last_and_is_acted_on_once() -> None:
+    hysteresis = Hysteresis(num_looks=2)
+    verdicts = [Verdict.TOO_SMALL, Verdict.HOLDS, Verdict.TOO_SMALL, Verdict.TOO_SMALL, Verdict.TOO_SMALL]
+    assert [hysteresis.acts(each, 100.0) for each in verdicts] == [False, False, False, True, False]
+
+
+def test_fewer_gpus_are_not_looked_for_again_until_traffic_has_fallen_further() -> None:
+    hysteresis = Hysteresis(num_looks=2)
+    looks = [100.0, 100.0, 95.0, 91.0, 89.0, 85.0]
+    acted = [hysteresis.acts(Verdict.TOO_LARGE, measured) for measured in looks]
+    assert acted == [False, True, False, False, True, False]
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=8, max_size=8))
+def test_a_plan_that_only_renames_gpus_moves_nothing(order: list[int], homes: list[int]) -> None:
+    gpus = [tuple(f"a{place}" for place, home in enumerate(homes) if home == gpu) for gpu in range(4)]
+    renamed = plan_of(*(gpus[gpu] for gpu in order))
+    present = holders_of(placement_of(plan_of(*gpus)))
+    sizes = {f"a{place}": AdapterSize(rank=8, num_bytes=place + 1) for place in range(8)}
+    assert holders_of(placement_of(with_least_moves(renamed, present, sizes))) == present
