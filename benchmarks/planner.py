@@ -75,7 +75,9 @@ from loraplex.planner.training import (
 from loraplex.planner.trees import Forest, tree_of
 from loraplex.planner.trial import TwinJudge, most_of_base_model, run_gpu
 from loraplex.twin.outcome import STARVED_BELOW
-from loraplex.twin.predict_run import run_limits
+from loraplex.twin.predict_run import predict_run, run_limits
+from loraplex.twin.recorded_runs import read_runs, without
+from loraplex.twin.run_workload import WorkloadBook
 from loraplex.twin.scores import in_authors_unit, macro_f1, smape
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -140,9 +142,25 @@ def surrogates(data: Path) -> dict[str, Any]:
                 "simulated": trained.accuracy(held_out),
                 "train_s": trained.train_s,
             }
+        for name, mean_lengths in (("the twin itself", False), ("the twin, mean lengths", True)):
+            found[name] = by_twin(data, model, runs, mean_lengths=mean_lengths)
         cases[model.name] = {"num_rows": NUM_ROWS, "models": found}
         print(f"surrogates: {model.name}", file=sys.stderr, flush=True)
     return {"models": cases}
+
+
+def by_twin(data: Path, model: Model, runs: Sequence[Recorded], *, mean_lengths: bool) -> dict[str, Any]:
+    """Score the twin on the same runs. It knows each adapter's rate, and from other runs how many requests
+    were sent."""
+    others = without(read_runs(data / ALL_RUNS), [each.setup.key for each in runs])
+    known = [(each, others.measured[each.key]) for each in others.setups if each.key in others.measured]
+    book = WorkloadBook(known, mean_lengths=mean_lengths)
+    predicted = [predict_run(profile_of(model), book, each.setup) for each in runs]
+    return on_recorded(
+        runs,
+        [0.0 if each is None else each.total_tok_s for each in predicted],
+        [each is None or each.is_starved for each in predicted],
+    )
 
 
 def _microseconds(call: Callable[[], object], times: int = 2000) -> float:

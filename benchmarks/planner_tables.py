@@ -21,9 +21,8 @@ def surrogates_table(result: Result) -> str:
             f"{found['smape_authors_unit']:.2f}%",
             f"{found['starvation_macro_f1']:.3f}",
             f"{found['num_misjudged']} of {found['num_runs']}",
-            f"{found['simulated']['throughput_smape_authors_unit']:.2f}%",
-            f"{found['simulated']['starvation_macro_f1']:.3f}",
-            f"{found['train_s']:.0f}",
+            *_simulated(found),
+            f"{found['train_s']:.0f}" if "train_s" in found else "-",
             f"{found['microseconds']:.0f}" if "microseconds" in found else "-",
         )
         for model, case in _section(result, "surrogates")["models"].items()
@@ -158,6 +157,14 @@ def _section(result: Result, name: str) -> Result:
             f"the section {name!r} is missing; run python -m benchmarks.planner {name}"
         ) from None
     return found
+
+
+def _simulated(found: Result) -> tuple[str, str]:
+    """Return the errors on simulated runs that a surrogate was not trained on."""
+    if "simulated" not in found:
+        return "-", "-"
+    accuracy = found["simulated"]
+    return f"{accuracy['throughput_smape_authors_unit']:.2f}%", f"{accuracy['starvation_macro_f1']:.3f}"
 
 
 def _gpus(found: Result) -> str:

@@ -1,6 +1,6 @@
 """loraplex: many LoRA adapters on one base LLM, at little more than the price of the base model.
 
-from loraplex import LLM, SamplingParams
+from loraplex import LLM, SamplingParams, StructuredOutput
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loraplex.core.sampling import SamplingParams
+    from loraplex.core.structured_output import OutputKind, StructuredOutput
     from loraplex.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "OutputKind", "SamplingParams", "StructuredOutput", "__version__"]
 
 # A thread of a parallel region that is done first spins until the others are. By default it does so for
 # milliseconds, and on a core that it has to share it takes from the others the time that it waits for: a step
@@ -32,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from loraplex.core.sampling import SamplingParams
 
         return SamplingParams
+    if name in ("OutputKind", "StructuredOutput"):
+        from loraplex.core import structured_output
+
+        return getattr(structured_output, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

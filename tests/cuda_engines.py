@@ -21,6 +21,7 @@ from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.options import CudaOptions
 from loraplex.engine.cuda.step_runner import StepRunner
+from loraplex.engine.grammars import Grammars
 from loraplex.engine.peers import Peers
 from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.model.weights import ModelWeights
@@ -54,6 +55,7 @@ def interpreted(
     peers: Peers | None = None,
     batching: Batching = Batching.FCFS,
     kv_swap_bytes: int = 0,
+    grammars: Grammars | None = None,
 ) -> Engine:
     options = CudaOptions(
         cold_start=cold_start,
@@ -68,7 +70,7 @@ def interpreted(
         batching=batching,
         kv_swap_bytes=kv_swap_bytes,
     )
-    return build_cuda_core(CONFIG, weights(), options, read=read, peers=peers)
+    return build_cuda_core(CONFIG, weights(), options, read=read, peers=peers, grammars=grammars)
 
 
 def greedy(request_id: str, adapter: str | None = None, *, prompt: int = 6, tokens: int = 2) -> EngineRequest:

@@ -39,6 +39,7 @@ app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
 _MOST_GPUS: Final = 10_000
+_MOST_TOKENS: Final = 10_000_000
 _COMPARED_GPUS: Final = 8
 _MADE_SEEDS: Final = (1, 2, 3)
 """Seeds that a new plan is simulated with, for its error bars: packers judge by seed 0."""
@@ -65,10 +66,10 @@ def make(
     ] = None,
     api_key: ApiKey = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Mean tokens of a prompt, with --adapters.")
+        float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of a prompt, with --adapters.")
     ] = None,
     output_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Mean tokens of an answer, with --adapters.")
+        float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of an answer, with --adapters.")
     ] = None,
     gpus: Annotated[
         int | None,
@@ -119,7 +120,7 @@ def make(
     )
     found = read_profile_of(profile, None)
     judge = None if surrogate is None else _judge_of(surrogate, found, demand)
-    with shown_progress("planning", left=None) as report:
+    with shown_progress("planning") as report:
         plan = make_plan(
             demand,
             found,
@@ -128,7 +129,7 @@ def make(
             num_gpus=gpus,
             judge=judge,
             objective=objective,
-            report=lambda num_asked: report("trying GPUs", None),
+            report=lambda share: report("placing adapters", share),
         )
     if judge is not None and (outside := judge.outside_range()):
         warn(f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}")

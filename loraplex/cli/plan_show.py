@@ -54,7 +54,7 @@ def show_plan(plan: Plan, checked: PlanCheck | None = None, profile: Profile | N
     if plan.objective.has_limits:
         typer.echo(f"for each GPU: {', '.join(plan.objective.words())}")
     if checked is not None and not checked.holds:
-        _say_what_is_wrong(checked)
+        _say_what_is_wrong(plan, checked)
 
 
 def summary_of(plan: Plan) -> str:
@@ -121,7 +121,9 @@ def warn(message: str) -> None:
     typer.secho(message, fg=typer.colors.RED)
 
 
-def _say_what_is_wrong(checked: PlanCheck) -> None:
+def _say_what_is_wrong(plan: Plan, checked: PlanCheck) -> None:
+    from loraplex.planner.make import BASELINES
+
     too_large, slow = _starving(checked)
     if too_large:
         warn(
@@ -130,10 +132,12 @@ def _say_what_is_wrong(checked: PlanCheck) -> None:
         )
     if slow:
         verb = "serves" if len(slow) == 1 else "serve"
-        warn(
-            f"starving: {_numbered(slow)} {verb} less than 0.9 of what is offered; plan with more --gpus, "
-            "with --packer max-pack or improved, or with lower rates"
+        fix = (
+            "plan with --packer max-pack or improved, which look whether GPUs starve"
+            if plan.packer in BASELINES
+            else "give more --gpus, or plan for rates that are a tenth higher, which leaves room"
         )
+        warn(f"starving: {_numbered(slow)} {verb} less than 0.9 of what is offered; {fix}")
     for number, gpu in enumerate(checked.gpus):
         if gpu.missed and not gpu.num_starved:
             warn(

@@ -30,12 +30,15 @@ def train(
     dataset: Annotated[
         Path, typer.Option(help="The simulated runs; continued if the file has some of them already.")
     ],
-    prompt_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every prompt.")],
-    output_tokens: Annotated[float, typer.Option(min=1, help="Tokens of every answer.")],
+    prompt_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of a prompt.")],
+    output_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of an answer.")],
     rows: Annotated[
-        int, typer.Option(min=150, max=10_000_000, help="How many runs; the whole grid has 145,200 points.")
+        int, typer.Option(min=150, max=10_000_000, help="How many runs; there are 290,400 points.")
     ] = 2000,
     seconds: Annotated[float, typer.Option(min=60, help="Simulated seconds of each run.")] = 3600.0,
+    mean_lengths: Annotated[
+        bool, typer.Option("--mean-lengths", help="All requests have the mean lengths, as in the paper.")
+    ] = False,
     small: Annotated[
         bool, typer.Option("--small", help="One tree of at most 32 rules each, instead of a forest.")
     ] = False,
@@ -60,18 +63,21 @@ def train(
     from loraplex.planner.dataset import Simulated, make_dataset, read_dataset
     from loraplex.planner.searches import Search
     from loraplex.planner.surrogate_json import write_surrogate
+    from loraplex.planner.traffic import LengthsOf
     from loraplex.planner.training import train_forest, train_small_tree
     from loraplex.twin.run_workload import Lengths
 
     found = read_profile_of(profile, None)
     if not isinstance(found, SlotProfile):
         raise UserError(
-            "the profile is of an engine without slots; `plan make` asks the twin of it, without training"
+            "the profile is of an engine without slots; `plan make` computes what it serves from the profile, "
+            "without training"
         )
     simulated = Simulated(
         profile=found,
         profile_name=str(profile),
         lengths=Lengths(prompt_tokens, output_tokens),
+        lengths_of=LengthsOf.MEAN if mean_lengths else LengthsOf.DRAWN,
         duration_s=seconds,
     )
     with shown_progress("simulating runs") as report:

@@ -55,7 +55,8 @@ class EngineOutput:
     one entry per prompt token (None for the first, which has nothing before it). `stop_token_id` is the stop
     token that ended the request, if one did; it is never in `token_ids`. `adapter_hit` says whether the
     request found its adapter resident or being loaded; None for the base. `error_param` is "model" if the
-    adapter caused the failure: its files are gone, changed or broken, or its weights overflow.
+    adapter caused the failure: its files are gone, changed or broken, or its weights overflow; another field
+    of the request if that one cannot be served.
     """
 
     request_id: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.errors import InvalidRequestError
+from loraplex.core.structured_output import StructuredOutput
 
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
@@ -23,6 +24,7 @@ class SamplingParams:
     temperature 0 (or below MIN_TEMPERATURE) means greedy. top_k 0 means off. `max_tokens` None means: up to
     the context length. `logprobs` k returns the chosen token's log-probability and those of the k most likely
     tokens. `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
+    `structured_output`: what the answer must look like; None for any text.
     """
 
     max_tokens: int | None = None
@@ -43,6 +45,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -72,6 +75,14 @@ class SamplingParams:
             if count is not None:
                 _check_range(name, count, 0, MAX_LOGPROBS)
         _check_range("n", self.n, 1, MAX_CHOICES)
+        if self.structured_output is not None:
+            for name, is_given in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens > 0)):
+                if is_given:
+                    raise InvalidRequestError(
+                        f"{name} does not go with {self.structured_output.param}, which says where the "
+                        "answer ends; leave one of them out",
+                        param=name,
+                    )
 
     @property
     def greedy(self) -> bool:

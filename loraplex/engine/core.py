@@ -16,10 +16,12 @@ from typing import Final, NamedTuple
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
-from loraplex.core.errors import ModelError
-from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
+from loraplex.core.errors import InvalidRequestError, ModelError
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.stats import EngineStats
+from loraplex.engine.compilation import GrammarCompilation
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
+from loraplex.engine.grammars import AnswerGrammar, Grammars
 from loraplex.perf.cost_model import CostKind
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
@@ -56,11 +58,13 @@ class Engine:
         memory: Memory,
         executor: Executor,
         costs: DriftWatch | None = None,
+        grammars: Grammars | None = None,
         count_workers: Callable[[], int] | None = None,
         load_deadline_s: float = LOAD_DEADLINE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`costs`: predicted costs on this machine, corrected by measured ones. `count_workers`: returns how
+        """`costs`: predicted costs on this machine, corrected by measured ones. `grammars`: of structured
+        output; None for an engine without a tokenizer, which refuses it. `count_workers`: returns how
         many CPU workers are ready now; None if their number does not change. `load_deadline_s`: requests fail
         if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
         longest that a step waits for a load."""
@@ -76,6 +80,7 @@ class Engine:
         self._costs = costs
         self._count_workers = count_workers
         self._executor = executor
+        self._compilation = GrammarCompilation(grammars)
         self._load_deadline_s = load_deadline_s
         self._max_pause_s = max_pause_s
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
@@ -87,6 +92,7 @@ class Engine:
         self._num_steps = 0
 
     def step(self) -> Sequence[EngineOutput]:
+        failed = self._begin_compiled()
         self._collect_loads(timeout_s=0.0)
         self._fail_overdue()
         if self._count_workers is not None:
@@ -118,8 +124,28 @@ class Engine:
             self._num_steps += 1
         elif not self._flights:
             self._collect_loads(timeout_s=_LOAD_WAIT_S)
+            self._compilation.wait(timeout_s=_LOAD_WAIT_S)
         outputs = self._land(keep=1 if plan.chunks and self._flights[-1].flight.runs_ahead else 0)
-        return outputs + [self._output(failure, StepResult()) for failure in self._scheduler.take_failures()]
+        failures = [self._output(failure, StepResult()) for failure in self._scheduler.take_failures()]
+        return [*failed, *outputs, *failures]
+
+    def _begin_compiled(self) -> list[EngineOutput]:
+        """Queue requests whose grammars are ready; return the outputs of those that have none."""
+        failed = []
+        for request, result in self._compilation.take():
+            if isinstance(result, AnswerGrammar):
+                self._begin(request, result)
+                continue
+            self._scheduler.give_up(request)
+            failed.append(
+                EngineOutput(
+                    request_id=request.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=str(result),
+                    error_param=getattr(result, "param", None),
+                )
+            )
+        return failed
 
     def _land(self, keep: int) -> list[EngineOutput]:
         """Land the steps in flight, except the last `keep`."""
@@ -149,15 +175,36 @@ class Engine:
 
     def has_work(self) -> bool:
         """See EngineCore. An overdue read is no work until it has ended."""
-        return bool(self._flights) or self._scheduler.has_work() or self._executor.num_pending_loads > 0
+        return (
+            bool(self._flights or self._compilation)
+            or self._scheduler.has_work()
+            or self._executor.num_pending_loads > 0
+        )
 
     def add_request(self, request: EngineRequest) -> None:
-        self._scheduler.add(request)
-        self._executor.begin(request)
+        if request.request_id in self._compilation:
+            raise InvalidRequestError(f"request id {request.request_id} is in use")
+        self._scheduler.accept(request)
+        if request.params.structured_output is None:
+            self._begin(request, None)
+            return
+        try:
+            self._compilation.begin(request)
+        except InvalidRequestError:
+            self._scheduler.give_up(request)
+            raise
+
+    def _begin(self, request: EngineRequest, grammar: AnswerGrammar | None) -> None:
+        self._scheduler.queue(request)
+        self._executor.begin(request, grammar)
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs[request.request_id] = [None]
 
     def cancel(self, request_id: str) -> None:
+        compiling = self._compilation.cancel(request_id)
+        if compiling is not None:
+            self._scheduler.give_up(compiling)
+            return
         self._scheduler.cancel(request_id)
         self._end(request_id)
 
@@ -263,6 +310,7 @@ class Engine:
         assert all(self._table.sources(adapter.version) for adapter in self._table.snapshot())
 
     def close(self) -> None:
+        self._compilation.close()
         self._executor.close()
 
     def _collect_loads(self, timeout_s: float) -> set[str]:

@@ -16,6 +16,7 @@ from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_threads import StepThreads, default_threads
 from loraplex.engine.executor import Executor
+from loraplex.engine.grammars import TOKENIZER_FILE, Grammars
 from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
@@ -119,6 +120,7 @@ def build_cpu_engine(
             adapter_bytes=plan_adapter_bytes(options),
         ),
         executor=executor,
+        grammars=Grammars(Path(options.model) / TOKENIZER_FILE, config.shape.vocab_size),
         costs=DriftWatch(known_costs(config.shape, "cpu", dtype)) if options.batching.needs_costs else None,
     )
 

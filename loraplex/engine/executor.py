@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.engine.grammars import AnswerGrammar
 from loraplex.engine.peers import ReadCounts
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, BlockCopy, Move, StepPlan
 
@@ -83,8 +84,8 @@ class LoadOrder(NamedTuple):
 class Executor(Protocol):
     """One device: its memory and its computation."""
 
-    def begin(self, request: EngineRequest) -> None:
-        """Keep the request's sampling state until `end`."""
+    def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
+        """Keep the request's sampling state until `end`. `grammar`: of its structured output."""
         ...
 
     def preempt(self, request_id: str) -> None:

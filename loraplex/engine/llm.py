@@ -224,6 +224,8 @@ class LLM:
         names: list[str | None] = _one_each(adapter, len(tokens), "adapter")
         options: list[SamplingParams | None] = _one_each(params, len(tokens), "params")
         versions = [self._version_of(name) for name in names]
+        for option in options:
+            await self._text.check_structure(option or SamplingParams())
         checked = [
             self._text.check([prompt], option or SamplingParams())
             for prompt, option in zip(tokens, options, strict=True)
@@ -245,6 +247,7 @@ class LLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas of one prompt as they arrive; close the generator to cancel."""
         [tokens] = self._token_prompts(prompt)
+        await self._text.check_structure(params or SamplingParams())
         checked = self._text.check([tokens], params or SamplingParams())
         stream = self._stream(checked, self._version_of(adapter))
         async with aclosing(stream):

@@ -1,15 +1,16 @@
 """Chooses the next token of each sequence from its logits.
 
-Order: penalties, logit bias, suppressed ends (min_tokens), temperature, min_p, top_k, top_p, one draw. The
-draw depends only on the request's seed and the token's index (`engine.draws`), so the same seed gives the
-same text whatever else is in the batch. Log-probabilities are the model's own, before any of these.
+Order: penalties, logit bias, structured output, suppressed ends (min_tokens), temperature, min_p, top_k,
+top_p, one draw. The draw depends only on the request's seed and the token's index (`engine.draws`), so the
+same seed gives the same text whatever else is in the batch. Log-probabilities are the model's own, before any
+of these.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +20,10 @@ import torch
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.draws import gumbel_noise, noise_key
+from loraplex.engine.grammars import AnswerGrammar, allowed_bits
 from loraplex.scheduling.plan import StepPlan
 
+_BITS = 64
 _FIRST_CANDIDATES = 256
 """Number of the likeliest tokens that top_p considers first; the nucleus is rarely wider."""
 
@@ -41,8 +44,10 @@ def not_finite(plan: StepPlan, request_id: str, dtype: torch.dtype) -> str:
 class SamplingState:
     """The sampling state of a request: its parameters, its seed, the tokens so far."""
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
+        """`grammar`: what the answer must look like, after the request's `output_token_ids`."""
         self.params = request.params
+        self.grammar = grammar
         self.num_output = len(request.output_token_ids)
         self.last_token: int | None = None
         seed = request.params.seed
@@ -62,12 +67,15 @@ class SamplingState:
             params.greedy
             and not params.has_penalties
             and not params.logit_bias
+            and self.grammar is None
             and self.num_output >= params.min_tokens
         )
 
     def accept(self, token_id: int) -> None:
         self.num_output += 1
         self.last_token = token_id
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
         if self.params.has_penalties:
             self.output_counts[token_id] += 1
 
@@ -86,14 +94,22 @@ class HostCopies(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A chosen token; None if the logits were not finite."""
+    """A chosen token; None if the logits were not finite, or for the reason in `error`."""
 
     token_id: int | None
     logprob: TokenLogprob | None = None
+    error: str | None = None
 
 
-def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample]:
-    """Sample one token for each row. States are not changed; the caller accepts the tokens."""
+def sample(
+    logits_LV: torch.Tensor,
+    states: Sequence[SamplingState],
+    allowed: Mapping[int, torch.Tensor] | None = None,
+) -> list[Sample]:
+    """Sample one token for each row. States are not changed; the caller accepts the tokens. `allowed`: of
+    `allowed_by_row`, if it was called before the logits were there."""
+    if allowed is None:
+        allowed = allowed_by_row(states, logits_LV.shape[1])
     logits_LV = logits_LV.float()
     finite = torch.isfinite(logits_LV.sum(dim=-1)).tolist()
     greedy = logits_LV.argmax(dim=-1).tolist()
@@ -102,12 +118,31 @@ def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sam
         if not finite[row]:
             samples.append(Sample(token_id=None))
             continue
-        token_id = greedy[row] if state.plain_greedy else _choose(logits_LV[row], state)
+        if state.grammar is not None and state.grammar.error is not None:
+            samples.append(Sample(token_id=None, error=state.grammar.error))
+            continue
+        token_id = greedy[row] if state.plain_greedy else _choose(logits_LV[row], state, allowed.get(row))
         logprob = None
         if state.params.logprobs is not None:
             (logprob,) = token_logprobs(logits_LV[row : row + 1], [token_id], state.params.logprobs)
         samples.append(Sample(token_id=token_id, logprob=logprob))
     return samples
+
+
+def allowed_by_row(states: Sequence[SamplingState], vocab_size: int) -> dict[int, torch.Tensor]:
+    """Return, by row, which tokens may follow in answers with a grammar."""
+    rows = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
+    if not rows:
+        return {}
+    return dict(
+        zip(rows, as_booleans(torch.from_numpy(allowed_bits(list(rows.values()))), vocab_size), strict=True)
+    )
+
+
+def as_booleans(bits_LW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return what `allowed_bits` found, on its device, as a boolean for each token of the vocabulary."""
+    places = torch.arange(_BITS, device=bits_LW.device)
+    return ((bits_LW[:, :, None] >> places) & 1).flatten(start_dim=1)[:, :vocab_size].bool()
 
 
 def token_logprobs(
@@ -131,9 +166,9 @@ def token_logprobs(
     return scored
 
 
-def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:
+def _choose(logits_V: torch.Tensor, state: SamplingState, allowed_V: torch.Tensor | None) -> int:
     params = state.params
-    logits_V = _adjust(logits_V, state)
+    logits_V = _adjust(logits_V, state, allowed_V)
     if params.greedy:
         return int(logits_V.argmax())
     scaled_V = logits_V / params.temperature
@@ -148,8 +183,8 @@ def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:
     return int(ids_C[(values_C + noise_C).argmax()])
 
 
-def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Apply penalties and bias, and suppress stop tokens before min_tokens."""
+def _adjust(logits_V: torch.Tensor, state: SamplingState, allowed_V: torch.Tensor | None) -> torch.Tensor:
+    """Apply penalties and bias, leave the allowed tokens, and suppress stop tokens before min_tokens."""
     params = state.params
     logits_V = logits_V.clone()
     if params.repetition_penalty != 1.0:
@@ -163,6 +198,8 @@ def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
         logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
     for token_id, bias in params.logit_bias:
         logits_V[token_id] += bias
+    if allowed_V is not None:
+        logits_V.masked_fill_(~allowed_V, -torch.inf)
     if state.num_output < params.min_tokens:
         # A tokenizer may name an end token beyond this vocabulary.
         logits_V[[token_id for token_id in state.stop_ids if token_id < logits_V.shape[0]]] = -torch.inf

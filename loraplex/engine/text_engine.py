@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, cast
 from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
+from loraplex.engine.grammars import check_structured_output
 from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.engine.request_checks import check_prompt, check_token_ids, fit_max_tokens
@@ -124,6 +125,12 @@ class TextEngine:
         for prompt in prompts:
             check_prompt(prompt, vocab_size=self.vocab_size)
         return CheckedPrompts(prompts=prompts, params=params, fitted=fitted)
+
+    async def check_structure(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError if no answer can look like what is asked for."""
+        wanted = params.structured_output
+        if wanted is not None:
+            await asyncio.to_thread(check_structured_output, wanted)
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> SamplingParams:
         """Return the options with `max_tokens` set. Raise ContextLengthError if a prompt of this length and
@@ -374,7 +381,11 @@ def _failure(output: EngineOutput) -> LoraplexError:
     if output.finish_reason is FinishReason.CANCELLED:
         return LoraplexError(output.error or "the request was cancelled by the server")
     message = output.error or "the engine failed on this request"
-    return AdapterError(message) if output.error_param == "model" else LoraplexError(message)
+    if output.error_param == "model":
+        return AdapterError(message)
+    if output.error_param is not None:
+        return InvalidRequestError(message, param=output.error_param)
+    return LoraplexError(message)
 
 
 def _ended_early() -> LoraplexError:

@@ -14,6 +14,7 @@ from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cpu_threads import StepThreads
 from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult, SwapEvent
+from loraplex.engine.grammars import AnswerGrammar
 from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
@@ -57,8 +58,8 @@ class TorchExecutor:
         self._merged: tuple[str, Linears] | None = None  # a version and the linears that it is merged into
         self._states: dict[str, SamplingState] = {}
 
-    def begin(self, request: EngineRequest) -> None:
-        self._states[request.request_id] = SamplingState(request)
+    def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
+        self._states[request.request_id] = SamplingState(request, grammar)
 
     def preempt(self, request_id: str) -> None:
         self._builder.tables.forget(request_id)
@@ -194,7 +195,7 @@ class TorchExecutor:
         states = [self._states[request_id] for request_id in request_ids]
         for request_id, state, chosen in zip(request_ids, states, sample(logits_LV, states), strict=True):
             if chosen.token_id is None:
-                result.failures[request_id] = not_finite(plan, request_id, self._dtype)
+                result.failures[request_id] = chosen.error or not_finite(plan, request_id, self._dtype)
                 continue
             state.accept(chosen.token_id)
             result.tokens[request_id] = chosen.token_id

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import MAX_RANK, MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.workload.jsonl import WorkloadFile
 from loraplex.workload.text_files import read_lines
 
 COLUMNS: Final = ("name", "rank", "rate_rps")
-_MAX_RANK: Final = 512
 
 
 def read_table(path: Path, *, prompt_tokens: float, output_tokens: float) -> Demand:
@@ -42,12 +41,17 @@ def _adapter_of(row: Mapping[str, str | None], where: str) -> AdapterDemand:
     if not name:
         raise PlanError(f"{where}: the adapter has no name; give it one")
     rank, rate = (_number(row[column], column, f"{where}, adapter {name!r}") for column in COLUMNS[1:])
-    if not rank.is_integer() or not 1 <= rank <= _MAX_RANK:
+    if not rank.is_integer() or not 1 <= rank <= MAX_RANK:
         raise PlanError(
-            f"{where}: rank {row['rank']} of adapter {name!r} is not a whole number from 1 to {_MAX_RANK}"
+            f"{where}: rank {row['rank']} of adapter {name!r} is not a whole number from 1 to {MAX_RANK}"
         )
     if rate < 0:
         raise PlanError(f"{where}: the rate of adapter {name!r} is below 0; give its requests per second")
+    if rate > MAX_RATE_RPS:
+        raise PlanError(
+            f"{where}: adapter {name!r} has {rate:g} requests per second, more than any GPU serves; give its "
+            "requests per second"
+        )
     return AdapterDemand(name=name, rank=int(rank), rate_rps=rate)
 
 

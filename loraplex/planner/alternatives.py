@@ -10,11 +10,11 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.check import PlanCheck, check_plan
 from loraplex.planner.demand import PlanError
-from loraplex.planner.make import BASELINES, BASELINES_WITHOUT_SLOTS, make_plan
+from loraplex.planner.judge import Judge
+from loraplex.planner.make import BASELINES, BASELINES_WITHOUT_SLOTS, default_judge, make_plan
 from loraplex.planner.one_gpu_more import with_one_less, with_one_more
 from loraplex.planner.plan import Plan
 from loraplex.planner.plan_file import demand_of
-from loraplex.planner.trial import TwinJudge
 
 _SEEDS: Final = (0,)
 """Alternatives are there to compare roughly: the seed that packers judge by is enough."""
@@ -38,7 +38,7 @@ def alternatives(
     if len(plan.gpus) > 1:
         made.append(("one GPU less", lambda: with_one_less(plan)))
     demand = demand_of(plan)
-    judge = TwinJudge(profile, demand, objective=plan.objective)
+    judge = default_judge(profile, demand, plan.objective)
     has_slots = not isinstance(profile, CostModel)
     for packer in BASELINES if has_slots else BASELINES_WITHOUT_SLOTS:
         if packer != plan.packer:
@@ -53,7 +53,7 @@ def alternatives(
             yield Alternative(name=name, checked=checked)
 
 
-def _maker(plan: Plan, profile: Profile, packer: str, judge: TwinJudge) -> Callable[[], Plan]:
+def _maker(plan: Plan, profile: Profile, packer: str, judge: Judge) -> Callable[[], Plan]:
     def make() -> Plan:
         return make_plan(
             demand_of(plan),

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
+from loraplex.planner.demand import PlanError
 from loraplex.planner.error_bars import Bar, bar_of, profile_error
 from loraplex.planner.most_served import flood, flood_s
 from loraplex.planner.objectives import NO_LIMITS, Objective
@@ -116,9 +118,10 @@ def check_plan(
     """Simulate every GPU with every seed. `duration_s`: None for as long as packers do; `with_most`: also
     simulate the most that each GPU serves; `report`: gets the share that is done."""
     demand = demand_of(plan)
+    _check_kind(plan, profile)
     check_lengths(profile, demand)
     loaded = [number for number, gpu in enumerate(plan.gpus) if gpu.adapters]
-    seconds = [judged_s(gpu.rate_rps) if duration_s is None else duration_s for gpu in plan.gpus]
+    seconds = [judged_s(gpu.rate_rps, profile) if duration_s is None else duration_s for gpu in plan.gpus]
     trials = [Trial(plan.gpus[number], seconds[number], seed) for number in loaded for seed in seeds]
     if with_most:
         base_tok_s = most_of_base_model(profile, demand)
@@ -144,3 +147,15 @@ def check_plan(
         seeds=tuple(seeds),
         duration_s=duration_s,
     )
+
+
+def _check_kind(plan: Plan, profile: Profile) -> None:
+    """Raise PlanError if the plan is for another kind of engine than the profile."""
+    has_slots = not isinstance(profile, CostModel)
+    for number, gpu in enumerate(plan.gpus):
+        if gpu.adapters and (gpu.num_slots is not None) != has_slots:
+            raise PlanError(
+                f"GPU {number} of the plan has {'no slots' if has_slots else 'slots'}, and the profile is of "
+                f"an engine {'with' if has_slots else 'without'} slots; give the one that the plan was "
+                f"made with ({plan.profile}), or make a plan with this"
+            )

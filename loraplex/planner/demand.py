@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core.errors import UserError
+
+MAX_RANK: Final = 512
+MAX_RATE_RPS: Final = 1e9
+"""Requests per second of an adapter that are surely a mistake."""
 
 
 class PlanError(UserError):

@@ -53,19 +53,22 @@ judge."""
 _MOST_GPUS: Final = 10_000
 
 
-class CountingJudge:
-    """Counts the questions that another judge answers, and reports each."""
+class ReportingJudge:
+    """Passes questions on to another judge, and reports the share of adapters that were asked about: as
+    packers fill one GPU after the other, about the share that is placed."""
 
-    def __init__(self, judge: Judge, report: Callable[[int], None]) -> None:
+    def __init__(self, judge: Judge, num_adapters: int, report: Callable[[float], None]) -> None:
         self._judge = judge
+        self._num_adapters = num_adapters
         self._report = report
-        self._num_asked = 0
+        self._seen: set[str] = set()
 
     def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
         """See `Judge`."""
-        self._num_asked += 1
-        self._report(self._num_asked)
-        return self._judge.judge(adapters, num_slots)
+        verdict = self._judge.judge(adapters, num_slots)
+        self._seen.update(each.name for each in adapters)
+        self._report(min(len(self._seen) / self._num_adapters, 1.0))
+        return verdict
 
     def fits(self, max_rank: int, num_slots: int) -> bool:
         """See `Judge`."""
@@ -81,10 +84,10 @@ def make_plan(
     num_gpus: int | None,
     judge: Judge | None = None,
     objective: Objective = NO_LIMITS,
-    report: Callable[[int], None] = lambda num_asked: None,
+    report: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
-    own engine, and the twin of others. `report`: gets how often it was asked.
+    own engine, and the twin of others. `report`: gets the share of adapters that it was asked about.
 
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
@@ -95,21 +98,22 @@ def make_plan(
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
     check_lengths(profile, demand)
+    is_trained = judge is not None
     judge = judge or default_judge(profile, demand, objective)
     is_quick = not isinstance(judge, TwinJudge)
-    counting = CountingJudge(judge, report)
+    reporting = ReportingJudge(judge, len(demand.adapters), report)
     chosen = packer_of(
         packer,
         profile,
         demand,
-        counting,
+        reporting,
         most_judgements=_MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS,
     )
-    if packer in ("least-rate", "random") and isinstance(judge, TwinJudge):
-        check_hardest(demand, counting, has_slots=not isinstance(profile, CostModel))
+    if packer in ("least-rate", "random") and not is_trained:  # surrogates know nothing of single adapters
+        check_hardest(demand, reporting, has_slots=not isinstance(profile, CostModel))
     if num_gpus is None:
         if packer in _SPREADS_BLINDLY:
-            chosen = Judged(packer=chosen, judge=counting)
+            chosen = Judged(packer=chosen, judge=reporting)
         most = min(_MOST_GPUS, len(demand.adapters))
         gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
     else:

@@ -11,7 +11,6 @@ Without an "objective" nobody may starve, and that is all.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,15 @@ from typing import Any, Final
 
 from loraplex.core.errors import StorageError
 from loraplex.core.whole_file import write_whole
-from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import MAX_RANK, MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
 
 VERSION: Final = 1
 _VERSION_KEY: Final = "loraplex_plan"
+_MAX_SLOTS: Final = 1_000_000
+_MOST: Final = 1e9
+"""Most tokens of a request, and seconds of a limit: more are surely not meant."""
 _MAKE_ONE: Final = "make one with `loraplex plan make`"
 
 
@@ -52,7 +54,7 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path} is no plan: it is not text; {_MAKE_ONE}") from None
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no plan: {error}; {_MAKE_ONE}") from None
     if not isinstance(document, dict) or _VERSION_KEY not in document:
         raise PlanError(f"{path} is no plan: it has no {_VERSION_KEY!r}; {_MAKE_ONE}")
@@ -70,6 +72,8 @@ def read_plan(path: Path) -> Plan:
 
 def _plan_of(document: Mapping[str, Any]) -> Plan:
     gpus = tuple(_gpu_of(fields) for fields in _list(document["gpus"], "gpus"))
+    if not gpus:
+        raise ValueError("it has no GPUs")
     _check_copies(gpus)
     return Plan(
         gpus=gpus,
@@ -105,7 +109,7 @@ def _check_copies(gpus: Sequence[GpuPlan]) -> None:
 def _gpu_of(fields: Mapping[str, Any]) -> GpuPlan:
     num_slots = fields["num_slots"]
     if num_slots is not None:
-        num_slots = _whole(num_slots, "num_slots")
+        num_slots = _whole(num_slots, "num_slots", _MAX_SLOTS)
     adapters = tuple(_adapter_of(each) for each in _list(fields["adapters"], "adapters"))
     return GpuPlan(adapters=adapters, num_slots=num_slots)
 
@@ -113,9 +117,11 @@ def _gpu_of(fields: Mapping[str, Any]) -> GpuPlan:
 def _adapter_of(fields: Mapping[str, Any]) -> AdapterDemand:
     rate_rps = fields["rate_rps"]
     if rate_rps != 0:
-        rate_rps = _positive(rate_rps, "rate_rps")
+        rate_rps = _positive(rate_rps, "rate_rps", MAX_RATE_RPS)
     return AdapterDemand(
-        name=_text(fields["name"], "name"), rank=_whole(fields["rank"], "rank"), rate_rps=float(rate_rps)
+        name=_text(fields["name"], "name"),
+        rank=_whole(fields["rank"], "rank", MAX_RANK),
+        rate_rps=float(rate_rps),
     )
 
 
@@ -131,15 +137,15 @@ def _text(value: object, what: str) -> str:
     return value
 
 
-def _whole(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} is not a whole number above 0")
+def _whole(value: object, what: str, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{what} is not a whole number from 1 to {most:,}")
     return value
 
 
-def _positive(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{what} is not a number above 0")
+def _positive(value: object, what: str, most: float = _MOST) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise ValueError(f"{what} is not a number above 0, and up to {most:g}")
     return float(value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -89,14 +89,15 @@ def train_forest(
     num_jobs: int | None = -1,
     progress: Report | None = None,
 ) -> Surrogate:
-    """Return a forest with its accuracy on rows that it was not trained on. `search`: None for boosted trees
-    of what a GPU serves at most (see `capacity`); otherwise random forests, as in the paper."""
-    rows, held_out = split(dataset)
-    if search is None:
-        found = capacity_forest(rows)
-    else:
-        found = forest_surrogate(train(rows, ModelKind.FOREST, search, num_jobs, progress), rows)
-    return replace(found, accuracy=surrogate_accuracy(found, held_out))
+    """Return a forest with its accuracy. `search`: None for boosted trees of what a GPU serves at most (see
+    `capacity`); otherwise random forests, as in the paper."""
+
+    def fit(rows: Dataset) -> Surrogate:
+        if search is None:
+            return capacity_forest(rows)
+        return forest_surrogate(train(rows, ModelKind.FOREST, search, num_jobs, progress), rows)
+
+    return _with_accuracy(dataset, fit, is_quick=search is None)
 
 
 def train_small_tree(
@@ -106,11 +107,21 @@ def train_small_tree(
     num_jobs: int | None = -1,
     progress: Report | None = None,
 ) -> Surrogate:
-    """Return a tree of at most 32 rules with its accuracy on rows that it was not trained on. `search`: as in
-    `train_forest`."""
+    """Return trees of at most 32 rules with their accuracy. `search`: as in `train_forest`."""
+
+    def fit(rows: Dataset) -> Surrogate:
+        return capacity_trees(rows) if search is None else refine(rows, search, num_jobs, progress)
+
+    return _with_accuracy(dataset, fit, is_quick=search is None)
+
+
+def _with_accuracy(dataset: Dataset, fit: Callable[[Dataset], Surrogate], *, is_quick: bool) -> Surrogate:
+    """Fit most rows, and measure the accuracy on the others. If that is quick, return a fit of all rows,
+    which is no worse."""
     rows, held_out = split(dataset)
-    found = capacity_trees(rows) if search is None else refine(rows, search, num_jobs, progress)
-    return replace(found, accuracy=surrogate_accuracy(found, held_out))
+    found = fit(rows)
+    measured = surrogate_accuracy(found, held_out)
+    return replace(fit(dataset) if is_quick else found, accuracy=measured)
 
 
 def capacity_forest(rows: Dataset) -> Surrogate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from loraplex.core.errors import CapacityError
@@ -23,6 +23,10 @@ _MOST_JUDGED: Final = 50_000
 _JUDGED_S: Final = (600.0, 3600.0)
 """A packer's choices are judged by about so many requests, and by simulations of so many seconds: of fewer,
 if there would be `_MOST_JUDGED` requests, which no GPU serves in time."""
+_OURS_JUDGED_S: Final = 60.0
+"""Least seconds of our own engine, whose adapters are in host memory: no first loads to outlast."""
+_MOST_RPS: Final = 5000.0
+"""Requests per second that are too many for any GPU: of more, only so many are simulated."""
 _OVERLOAD_S: Final = 60.0
 _OVERLOAD_RPS: Final = 500.0
 
@@ -107,9 +111,11 @@ def most_of_base_model(profile: Profile, demand: Demand) -> float:
     return float(summary["input_tok_s"] + summary["output_tok_s"])
 
 
-def judged_s(rate_rps: float) -> float:
+def judged_s(rate_rps: float, profile: Profile) -> float:
     """Return the seconds to simulate, so that there are enough requests to tell from, and not too many."""
     least_s, most_s = _JUDGED_S
+    if isinstance(profile, CostModel):
+        least_s = _OURS_JUDGED_S
     if rate_rps <= 0:
         return least_s
     return min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s, _MOST_JUDGED / rate_rps)
@@ -132,10 +138,14 @@ class TwinJudge:
         key = frozenset(adapters), num_slots
         if key not in self._known:
             rate_rps = sum(each.rate_rps for each in adapters)
-            gpu = GpuPlan(adapters=tuple(adapters), num_slots=num_slots)
-            found = run_gpu(self._profile, self._demand, gpu, duration_s=judged_s(rate_rps), seed=self._seed)
-            missed = () if found.is_starved else self._objective.missed(found.ttft_s, found.itl_s)
-            self._known[key] = Verdict(found.served_tok_s, found.is_starved or bool(missed), missed)
+            times = min(_MOST_RPS / rate_rps, 1.0) if rate_rps else 1.0
+            simulated = tuple(replace(each, rate_rps=each.rate_rps * times) for each in adapters)
+            gpu = GpuPlan(adapters=simulated, num_slots=num_slots)
+            duration_s = judged_s(rate_rps * times, self._profile)
+            found = run_gpu(self._profile, self._demand, gpu, duration_s=duration_s, seed=self._seed)
+            is_starved = found.is_starved or times < 1.0
+            missed = () if is_starved else self._objective.missed(found.ttft_s, found.itl_s)
+            self._known[key] = Verdict(found.served_tok_s, is_starved or bool(missed), missed)
         return self._known[key]
 
     def fits(self, max_rank: int, num_slots: int) -> bool:

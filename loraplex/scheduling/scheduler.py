@@ -70,11 +70,24 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raise if it could never run."""
+        self.accept(request)
+        self.queue(request)
+
+    def accept(self, request: EngineRequest) -> None:
+        """Keep the adapter of a request that is to be queued later; raise if it could never run."""
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         check_request(request, self._config.max_model_len, self._memory)
         if request.adapter is not None:
             self.adapters.asked_for(request.adapter)
+
+    def give_up(self, request: EngineRequest) -> None:
+        """Forget a request that was accepted, and will not be queued."""
+        if request.adapter is not None:
+            self._table.leave(request.adapter, pinned=False)
+
+    def queue(self, request: EngineRequest) -> None:
+        """Queue a request that was accepted."""
         sequence = RequestState(request, self._num_arrived, self.batcher.now_s)
         self._num_arrived += 1
         self._queues.add(sequence)

@@ -95,6 +95,7 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
             template_options=body.chat_template_kwargs,
         )
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
+        await deps.text.check_structure(params)
         try:
             checked = deps.text.check([prompt], params)
         except InvalidRequestError as error:
@@ -221,6 +222,7 @@ async def _encode(
     if body.output_token_ids:
         _check_begun(text_engine, body, params)
     prompts = await _prompts(text_engine, body, params)
+    await text_engine.check_structure(params)
     checked = text_engine.check(prompts, params)
     return checked, await _echoed(text_engine, body, prompts) if body.echo else None
 

@@ -21,6 +21,8 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
+MAX_LISTED_CHOICES: Final = 1024
+"""Most texts of `guided_choice`."""
 StopString = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
@@ -31,8 +33,31 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"]
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`strict` has no effect: a schema is always followed."""
+
+    name: str | None = None
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_LISTED_CHOICES)]
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's form. A schema may be given as text."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +90,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_NAMED)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    # What the answer must look like: one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
     # canary.
     user: str | None = None
@@ -79,7 +111,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None
     use_beam_search: Literal[False] | None = None
-    response_format: TextFormat | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -229,7 +260,6 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "tool_choice": _LEAVE_OUT,
     "functions": _LEAVE_OUT,
     "function_call": _LEAVE_OUT,
-    "response_format": 'leave it out, or send {"type": "text"}',
     "modalities": 'leave it out, or send ["text"]',
     "audio": _LEAVE_OUT,
     "reasoning_effort": _LEAVE_OUT,

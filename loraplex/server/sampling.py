@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
+from loraplex.server.output_format import structured_output
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 V = TypeVar("V")
@@ -78,6 +79,7 @@ def _params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         n=n,
+        structured_output=structured_output(request),
     )
 
 

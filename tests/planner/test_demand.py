@@ -48,6 +48,7 @@ def test_a_table_says_ranks_and_rates(tmp_path: Path) -> None:
         ("name,rank,rate_rps\nchat,16,fast\n", "rate_rps 'fast' is not a number"),
         ("name,rank,rate_rps\nchat,16,nan\n", "is not finite"),
         ("name,rank,rate_rps\nchat,16,-1\n", "below 0"),
+        ("name,rank,rate_rps\nchat,16,1e300\n", "'chat' has 1e.300 requests per second, more than any GPU"),
         (TABLE + "chat,8,1\n", "line 4: adapter 'chat' is there twice"),
     ],
 )

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from small import slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.objectives import Objective
+from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of, read_plan, write_plan
 from loraplex.workload.jsonl import write_workload
 from loraplex.workload.request import WorkloadHeader, WorkloadRequest
@@ -96,6 +100,7 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     )
     assert made.exit_code == 1
     assert f"wrote {out}" in made.output
+    assert "plan with --packer max-pack" in words_of(made)
     checked = plan("check", out, "--seeds", "1", "--seconds", "300")
     assert checked.exit_code == 1
     assert "starving" in checked.output or "leave no memory" in checked.output
@@ -162,8 +167,8 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         (("--adapters", "FLOOD", *LENGTHS), "adapter 'a1' starves a GPU alone: its 5e+06 requests/s"),
         (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "adapter 'a1' starves a GPU alone"),
         (
-            ("--adapters", "TABLE", "--prompt-tokens", "inf", "--output-tokens", "5"),
-            "inf is not a finite number",
+            ("--adapters", "TABLE", "--prompt-tokens", "nan", "--output-tokens", "5"),
+            "Invalid value for '--prompt-tokens'",
         ),
         (("--adapters", "TABLE", "--prompt-tokens", "1e5", "--output-tokens", "5"), "requests are too long"),
         (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "has no meaning here; write 30ms or 0.03s"),
@@ -187,6 +192,60 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
     assert refused.exit_code != 0
     assert words in words_of(refused)
     assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "damaged", "newer"])
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, command: str, kind: str) -> None:
+    path = tmp_path / "plan.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "missing":
+        path.write_text(
+            {"empty": "", "damaged": '{"loraplex_plan": 1, "gp', "newer": '{"loraplex_plan": 9}'}[kind]
+        )
+    refused = plan(command, path)
+    assert refused.exit_code == 1
+    assert "`loraplex plan make`" in words_of(refused)
+
+
+@pytest.mark.parametrize("option", ["--adapters", "--workload", "--surrogate"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, option: str) -> None:
+    asked: tuple[object, ...] = ("--profile", SLOTS, "--out", tmp_path / "plan.json")
+    if option != "--workload":
+        asked = (*asked, *LENGTHS)
+    if option == "--surrogate":
+        asked = (*asked, "--adapters", table(tmp_path, 2, 0.1))
+    empty = tmp_path / "empty"
+    empty.touch()
+    for path in (tmp_path / "none", tmp_path, empty):
+        refused = make(*asked, option, path)
+        assert refused.exit_code == 1
+        assert str(path) in words_of(refused)
+
+
+def test_an_adapter_larger_than_a_gpu_is_named(tmp_path: Path) -> None:
+    profile = slot_profile()
+    write_slot_profile(
+        tmp_path / "small.json", replace(profile, memory=replace(profile.memory, tokens=100_000.0))
+    )
+    adapters = table(tmp_path, 3, 0.1, ranks=(8, 512))
+    for packer in ("max-pack", "least-rate", "random"):
+        refused = make(
+            *("--profile", tmp_path / "small.json", "--adapters", adapters, *LENGTHS, "--packer", packer),
+            *("--out", tmp_path / "plan.json"),
+        )
+        assert refused.exit_code == 1
+        assert "adapter 'a1' (rank 512) is larger than a GPU has memory for" in words_of(refused)
+
+
+def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    gpu = GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.1),), num_slots=8)
+    write_plan(out, Plan(gpus=(gpu,), profile=SLOTS, packer="random", prompt_tokens=9, output_tokens=9))
+    refused = plan("check", out, "--profile", OURS)
+    assert refused.exit_code == 1
+    assert f"give the one that the plan was made with ({SLOTS})" in words_of(refused)
 
 
 def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:

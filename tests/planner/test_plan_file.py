@@ -67,7 +67,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(loraplex_plan=2), "is a plan of version 2"),
         (changed(gpus={}), "gpus is not a list"),
         (changed(gpus=[{"adapters": []}]), "'num_slots' is missing"),
-        (changed(gpus=[{"num_slots": 0, "adapters": []}]), "num_slots is not a whole number above 0"),
+        (changed(gpus=[{"num_slots": 0, "adapters": []}]), "num_slots is not a whole number from 1"),
         (changed(gpus=[{"num_slots": 1, "adapters": [{"name": "a", "rank": 8}]}]), "'rate_rps' is missing"),
         (changed(prompt_tokens="many"), "prompt_tokens is not a number above 0"),
         (changed(profile=None), "profile is not text"),
@@ -85,6 +85,9 @@ def changed(**changes: Any) -> dict[str, Any]:
             "copies of adapter 'a' have different ranks",
         ),
         (changed(gpus=[1]), "is a broken plan"),
+        (changed(gpus=[]), "it has no GPUs"),
+        (changed(prompt_tokens=1e300), "prompt_tokens is not a number above 0, and up to 1e+09"),
+        (changed(gpus=[{"num_slots": 10**30, "adapters": []}]), "num_slots is not a whole number from 1"),
         (changed(objective=7), "objective is no object"),
         (changed(objective={"itl_s": -1}), "itl_s is not a number above 0"),
         (changed(objective={"e2e_s": 1}), "has 'e2e_s', which this loraplex does not know"),
@@ -102,6 +105,9 @@ def test_a_broken_plan_is_refused(tmp_path: Path, document: object, words: str) 
 def test_what_is_no_json_or_no_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(b'{"loraplex_plan": 1, "gpus"')
+    with pytest.raises(PlanError, match="is no plan"):
+        read_plan(path)
+    path.write_text("[" * 200_000)
     with pytest.raises(PlanError, match="is no plan"):
         read_plan(path)
     path.write_bytes(b"\xff\xfe\x00")

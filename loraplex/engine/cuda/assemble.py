@@ -31,6 +31,7 @@ from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.engine.cuda.weight_reading import WeightReading
 from loraplex.engine.executor import Executor
+from loraplex.engine.grammars import Grammars
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.peers import Peers
 from loraplex.engine.slab_reader import SlabReaders, read_slab
@@ -58,11 +59,13 @@ def build_cuda_core(
     host_blocks: HostBlocks | None = None,
     collective: Collective = SOLO,
     peers: Peers | None = None,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """Return an engine over weights that are on the device already.
 
     `read`: reads an adapter's weights into host memory, instead of from its files; `host_blocks`: replaces
     that memory. `peers`: other replicas that adapters may be copied from.
+    `grammars`: as in `assemble_engine`.
     """
     keep_compiled_kernels()
     plan = plan_memory(options, config.shape, weights.embedding_VH.device)
@@ -77,12 +80,18 @@ def build_cuda_core(
         memory = _host_memory(options, device, costs.num_workers)
         host_blocks = HostPool(config.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
     executor = _build_executor(config, weights, options, costs, plan, host_blocks, memory, reads, collective)
-    return assemble_engine(options, costs, plan, config.shape, executor)
+    return assemble_engine(options, costs, plan, config.shape, executor, grammars)
 
 
 def assemble_engine(
-    options: CudaOptions, costs: CudaCosts, plan: MemoryPlan, shape: ModelShape, executor: Executor
+    options: CudaOptions,
+    costs: CudaCosts,
+    plan: MemoryPlan,
+    shape: ModelShape,
+    executor: Executor,
+    grammars: Grammars | None = None,
 ) -> Engine:
+    """`grammars`: of structured output; None without a tokenizer."""
     return Engine(
         config=SchedulerConfig(
             max_model_len=plan.max_model_len,
@@ -105,6 +114,7 @@ def assemble_engine(
             host_kv=host_kv_of(options.kv_swap_bytes, page_bytes(shape, options.block_size, options.dtype)),
         ),
         costs=DriftWatch(costs.model),
+        grammars=grammars,
         executor=executor,
         count_workers=(lambda: executor.num_workers) if isinstance(executor, CudaExecutor) else None,
     )

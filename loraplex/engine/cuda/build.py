@@ -17,6 +17,7 @@ from loraplex.engine.cuda.host_memory import default_host_bytes
 from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.cuda.options import DEFAULT_MEMORY_FRACTION, MAX_STEP_TOKENS, CudaOptions
 from loraplex.engine.cuda.weight_reading import WeightReading
+from loraplex.engine.grammars import TOKENIZER_FILE, Grammars
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.model.collective import SOLO, Collective
@@ -79,7 +80,8 @@ def build_cuda_engine(
         )
     from loraplex.engine.cuda.assemble import assemble_engine  # not at the top: see there
 
-    return assemble_engine(cuda_options, costs, plan, local.shape, executor)
+    grammars = Grammars(Path(options.model) / TOKENIZER_FILE, config.shape.vocab_size)
+    return assemble_engine(cuda_options, costs, plan, local.shape, executor, grammars)
 
 
 def _build_shard(

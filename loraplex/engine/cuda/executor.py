@@ -38,6 +38,7 @@ from loraplex.engine.cuda.step_runner import StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.cuda.token_choice import TokenChoice
 from loraplex.engine.executor import AdapterEvent, LoadOrder, SwapEvent
+from loraplex.engine.grammars import AnswerGrammar
 from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
@@ -94,8 +95,8 @@ class CudaExecutor:
 
     # ---- requests and adapters
 
-    def begin(self, request: EngineRequest) -> None:
-        self._tokens.begin(request)
+    def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
+        self._tokens.begin(request, grammar)
 
     def end(self, request_id: str) -> None:
         self._tokens.end(request_id)
@@ -290,13 +291,14 @@ class CudaExecutor:
             for chunk in plan.chunks
             if chunk.request_id in scored and output.states_LH is not None
         }
-        logprobs, on_device = self._tokens.choose(built.sampling, output)
+        chosen = self._tokens.choose(built.sampling, output)
         rows = list(built.sampling.values())
         tokens_L2 = output.tokens_L2
         if rows != list(range(len(rows))):
             tokens_L2 = tokens_L2[self._small_copies.integers(rows)]
         host_L2 = self._small_copies.to_host(tokens_L2)
         done = Moment(tokens_L2.device, timed=True)
+        self._tokens.sent(list(built.sampling), host_L2, done)
         self._in_use.append((done, output.host_block, self._small_copies.take_kept()))
         self._arrivals.start_held_back()
         return CudaFlight(
@@ -306,8 +308,9 @@ class CudaExecutor:
             tokens_L2=host_L2,
             begun=begun,
             done=done,
-            runs_ahead=on_device,
-            logprobs=logprobs,
+            runs_ahead=chosen.on_device,
+            logprobs=chosen.logprobs,
+            failures=chosen.failures,
             prompt_logprobs=prompt_logprobs,
             assist=self._assist,
         )

@@ -16,7 +16,8 @@ from loraplex.scheduling.plan import StepPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFlight:
-    """A step in flight: its (token, finite) pairs are being copied to the host. `begun`: the moment from
+    """A step in flight: its (token, finite) pairs are being copied to the host. `failures`: reasons why
+    requests have no token, though it is finite. `begun`: the moment from
     which the device could compute it, which is not before the end of the step before."""
 
     plan: StepPlan
@@ -27,6 +28,7 @@ class CudaFlight:
     done: Moment
     runs_ahead: bool
     logprobs: dict[str, TokenLogprob]
+    failures: dict[str, str]
     prompt_logprobs: dict[str, list[TokenLogprob]]
     assist: CpuAssist | None = None
 
@@ -37,11 +39,12 @@ class CudaFlight:
         result = StepResult(
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            failures=self.failures,
             device_s=self.done.seconds_since(self.begun),
         )
         for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
-            if finite:
-                result.tokens[request_id] = token
-            else:
+            if not finite:
                 result.failures[request_id] = not_finite(self.plan, request_id, self.dtype)
+            elif request_id not in result.failures:
+                result.tokens[request_id] = token
         return result

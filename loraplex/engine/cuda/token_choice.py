@@ -1,12 +1,17 @@
 """Chooses the tokens of a step's requests, on the device wherever that needs the logits only.
 
-A step writes the likeliest token of every row itself. Here those of requests that draw theirs, or that need
-the host (`engine.sampler`), are replaced: in the step's output, and where the next step finds them.
+A step writes the likeliest token of every row itself. Here those of requests that draw theirs, whose answers
+have a grammar, or that need the host (`engine.sampler`), are replaced: in the step's output, and where the
+next step finds them.
+
+Which tokens a grammar allows depends on the token of the step before, which the host learns only now: it
+waits for that step and computes the masks while the device is busy with this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +20,19 @@ from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.seats import Seats
 from loraplex.engine.cuda.small_copies import SmallCopies
 from loraplex.engine.cuda.step_runner import StepOutput
-from loraplex.engine.sampler import SamplingState, sample
+from loraplex.engine.cuda.streams import Moment
+from loraplex.engine.grammars import AnswerGrammar, allowed_bits
+from loraplex.engine.sampler import SamplingState, allowed_by_row, as_booleans, sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Log-probabilities of a step's tokens, requests that have no token and why, and whether all tokens were
+    chosen on the device."""
+
+    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    on_device: bool = True
 
 
 class TokenChoice:
@@ -27,54 +44,101 @@ class TokenChoice:
         self._seats = seats
         self._copies = copies
         self.states: dict[str, SamplingState] = {}
+        self._with_grammar: list[str] = []
+        """Requests whose grammars have not read their last token, which was chosen on the device."""
+        self._last: tuple[Mapping[str, int], torch.Tensor, Moment] | None = None
+        """Where the host finds the tokens of the last step, by request, and when."""
 
-    def begin(self, request: EngineRequest) -> None:
-        self.states[request.request_id] = SamplingState(request)
+    def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
+        self.states[request.request_id] = SamplingState(request, grammar)
 
     def end(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
         self.states.pop(request_id, None)
 
-    def choose(self, sampling: Mapping[str, int], output: StepOutput) -> tuple[dict[str, TokenLogprob], bool]:
-        """Replace the greedy tokens of requests that are not greedy, or need the host. `sampling`: the logit
-        row of each request (`BuiltBatch`).
-
-        Return log-probabilities, and whether all tokens were chosen on the device.
-        """
-        drawn: list[tuple[int, str]] = []
-        by_host: list[tuple[int, str]] = []
-        for request_id, row in sampling.items():
+    def choose(self, sampling: Mapping[str, int], output: StepOutput) -> Chosen:
+        """Replace the greedy tokens of requests that are not greedy, have a grammar, or need the host.
+        `sampling`: the logit row of each request (`BuiltBatch`)."""
+        self._read_last()
+        failures: dict[str, str] = {}
+        likeliest: list[str] = []
+        drawn: list[str] = []
+        by_host: list[str] = []
+        for request_id in sampling:
             state = self.states[request_id]
-            if not stays_on_device(state):
-                by_host.append((row, request_id))
-                continue
-            if not state.params.greedy:
-                drawn.append((row, request_id))
-        if drawn:
-            rows = self._copies.integers([row for row, _ in drawn])
-            states = [self.states[request_id] for _, request_id in drawn]
-            tokens_L = draw_tokens(output.logits_LV[rows], states, self._copies)
-            self._replace(output, rows, tokens_L, [request_id for _, request_id in drawn])
-        logprobs = self._choose_by_host(output, by_host) if by_host else {}
-        for request_id in sampling.keys() - {request_id for _, request_id in by_host}:
+            if state.grammar is not None and state.grammar.error is not None:
+                failures[request_id] = state.grammar.error
+            elif not stays_on_device(state):
+                by_host.append(request_id)
+            elif not state.params.greedy:
+                drawn.append(request_id)
+            elif state.grammar is not None:
+                likeliest.append(request_id)
+        if likeliest or drawn:
+            self._choose_on_device(sampling, output, likeliest, drawn)
+        self._with_grammar = [each for each in [*likeliest, *drawn] if self.states[each].grammar is not None]
+        logprobs = self._choose_by_host(sampling, output, by_host) if by_host else {}
+        for request_id in sampling.keys() - set(by_host):
             self.states[request_id].num_output += 1
-        return logprobs, not by_host
+        return Chosen(logprobs=logprobs, failures=failures, on_device=not by_host)
+
+    def sent(self, request_ids: Sequence[str], tokens_L2: torch.Tensor, done: Moment) -> None:
+        """Note where the host finds the tokens of the step just launched, once it is done."""
+        self._last = {each: place for place, each in enumerate(request_ids)}, tokens_L2, done
+
+    def _read_last(self) -> None:
+        """Let grammars read the tokens of the step before."""
+        waiting = [each for each in self._with_grammar if each in self.states]
+        if not waiting:
+            return
+        assert self._last is not None
+        places, tokens_L2, done = self._last
+        done.wait()
+        for request_id in waiting:
+            token_id, is_finite = tokens_L2[places[request_id]].tolist()
+            grammar = self.states[request_id].grammar
+            assert grammar is not None
+            if is_finite:
+                grammar.accept(token_id)
+
+    def _choose_on_device(
+        self, sampling: Mapping[str, int], output: StepOutput, likeliest: Sequence[str], drawn: Sequence[str]
+    ) -> None:
+        request_ids = [*likeliest, *drawn]
+        states = [self.states[request_id] for request_id in request_ids]
+        rows = self._copies.integers([sampling[request_id] for request_id in request_ids])
+        logits_LV = output.logits_LV[rows]
+        grammars = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
+        if grammars:
+            bits = self._copies.to_device(torch.from_numpy(allowed_bits(list(grammars.values()))))
+            with_grammar = self._copies.integers(list(grammars))
+            forbidden = ~as_booleans(bits, logits_LV.shape[1])
+            logits_LV[with_grammar] = logits_LV[with_grammar].masked_fill(forbidden, -torch.inf)
+        num_likeliest = len(likeliest)
+        tokens_L = logits_LV[:num_likeliest].argmax(dim=-1)
+        if drawn:
+            drawn_L = draw_tokens(logits_LV[num_likeliest:], states[num_likeliest:], self._copies)
+            tokens_L = torch.cat([tokens_L, drawn_L])
+        self._replace(output, rows, tokens_L, request_ids)
 
     def _choose_by_host(
-        self, output: StepOutput, by_host: Sequence[tuple[int, str]]
+        self, sampling: Mapping[str, int], output: StepOutput, by_host: Sequence[str]
     ) -> dict[str, TokenLogprob]:
-        rows = self._copies.integers([row for row, _ in by_host])
-        states = [self.states[request_id] for _, request_id in by_host]
+        rows = self._copies.integers([sampling[request_id] for request_id in by_host])
+        states = [self.states[request_id] for request_id in by_host]
         logprobs: dict[str, TokenLogprob] = {}
         tokens = []
+        allowed = allowed_by_row(states, output.logits_LV.shape[1])
         logits_LV = self._copies.to_host_now(output.logits_LV[rows])
-        for (_, request_id), state, chosen in zip(by_host, states, sample(logits_LV, states), strict=True):
+        for request_id, state, chosen in zip(
+            by_host, states, sample(logits_LV, states, allowed), strict=True
+        ):
             tokens.append(0 if chosen.token_id is None else chosen.token_id)
             if chosen.token_id is not None:
                 state.accept(chosen.token_id)
             if chosen.logprob is not None:
                 logprobs[request_id] = chosen.logprob
-        self._replace(output, rows, self._copies.integers(tokens), [request_id for _, request_id in by_host])
+        self._replace(output, rows, self._copies.integers(tokens), by_host)
         return logprobs
 
     def _replace(

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult, SwapEvent
+from loraplex.engine.grammars import AnswerGrammar
 from loraplex.engine.parallel.shard_plans import PlanSender
 from loraplex.engine.parallel.workers import Workers
 from loraplex.engine.peers import ReadCounts
@@ -73,11 +74,11 @@ class ParallelExecutor:
         self._num_overdue = 0
         self._asked_s = 0.0  # when workers last checked for overdue reads
 
-    def begin(self, request: EngineRequest) -> None:
+    def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
         params = request.params
         if params.seed is None:  # chosen here, so that all shards sample the same tokens
             request = replace(request, params=replace(params, seed=secrets.randbits(63)))
-        self._everywhere("begin", request)
+        self._everywhere("begin", request, grammar)
 
     def preempt(self, request_id: str) -> None:
         self._plans.forget(request_id)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.server.output_format import as_structured_outputs
 from loraplex.server.replica import Continuation
 
 _MAX_VLLM_TEMPERATURE: Final = 2.0
@@ -32,6 +33,8 @@ def continuation(request: EngineRequest, kind: BackendKind) -> Continuation:
     if kind is BackendKind.LORAPLEX:
         return Continuation.SAME
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        return Continuation.IMPOSSIBLE
+    if params.structured_output is not None:  # the schema would begin anew
         return Continuation.IMPOSSIBLE
     return Continuation.SAME if params.greedy or params.seed is None else Continuation.RESAMPLED
 
@@ -90,6 +93,8 @@ def completion_body(
         body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
     if logprobs is not None:
         body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True}
+    if params.structured_output is not None:
+        body["structured_outputs"] = as_structured_outputs(params.structured_output)
     if params.prompt_logprobs is not None:
         body["echo"] = True  # the only way to get them in a stream
     return body

@@ -20,6 +20,7 @@ from loraplex.core.errors import (
     RequestMovedError,
 )
 from loraplex.core.request import FinishReason, TokenLogprob
+from loraplex.core.structured_output import OutputKind, StructuredOutput
 from loraplex.server.engine_status import EngineState
 from loraplex.server.errors import describe
 from loraplex.server.replica import Continuation
@@ -281,6 +282,7 @@ def test_what_comes_of_a_request_that_began_elsewhere() -> None:
         (Continuation.IMPOSSIBLE, {"presence_penalty": 0.5}),
         (Continuation.IMPOSSIBLE, {"frequency_penalty": -0.5, "temperature": 0.5}),
         (Continuation.IMPOSSIBLE, {"prompt_logprobs": 1}),
+        (Continuation.IMPOSSIBLE, {"structured_output": StructuredOutput(OutputKind.REGEX, "a+")}),
     ]
 
     async def scenario() -> None:

@@ -1,0 +1,66 @@
+"""Structured output of a real fleet, and of a real engine of two processes, by the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import tiny
+from server_process import serving
+from serving_fakes import hf_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "hot": {"type": "boolean"}},
+    "required": ["city", "hot"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["two replicas", "two shards"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("base")
+    base = tiny.save_model(folder, vocab_size=448)
+    hf_tokenizer().save_pretrained(folder)
+    tiny.save_adapter(folder / "adapters" / "poet", base, rank=4)
+    options = ["--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path_factory.mktemp("state"))]
+    command = "fleet serve" if request.param == "two replicas" else "serve"
+    options += {"two replicas": ["--replicas", "2"], "two shards": ["--tensor-parallel", "2"]}[request.param]
+    with serving(folder, *options, command=command) as (_, found, _):
+        yield found
+
+
+def test_the_official_client_gets_what_its_schema_says(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        for model in ("tiny", "poet"):
+            answer = client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": "Where to?"}],
+                response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}},
+                n=2,
+                seed=1,
+                max_completion_tokens=200,
+            )
+            for choice in answer.choices:
+                found = json.loads(choice.message.content or "")
+                assert found.keys() == {"city", "hot"}
+                assert (choice.finish_reason, found["city"] in ("Rome", "Oslo")) == ("stop", True)
+
+
+def test_streams_and_other_requests_are_served_beside_it(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        structured = client.completions.create(
+            model="poet",
+            prompt="the dog",
+            stream=True,
+            max_tokens=100,
+            extra_body={"guided_choice": ["a b", "c"]},
+        )
+        free = client.completions.create(model="poet", prompt="the dog", max_tokens=20)
+        assert "".join(chunk.choices[0].text for chunk in structured) in ("a b", "c")
+        assert free.choices[0].text not in ("a b", "c")
+        with pytest.raises(openai.BadRequestError, match="correct the regular expression"):
+            client.completions.create(model="tiny", prompt="x", extra_body={"guided_regex": "("})
