@@ -82,12 +82,14 @@ def make_plan(
     profile_name: str,
     packer: str,
     num_gpus: int | None,
+    most_gpus: int = _MOST_GPUS,
     judge: Judge | None = None,
     objective: Objective = NO_LIMITS,
     report: Callable[[float], None] = lambda share: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
-    own engine, and the twin of others. `report`: gets the share of adapters that it was asked about.
+    """Return a plan for so many GPUs; None: for as few as will do, up to `most_gpus`. `judge`: None for the
+    steady state of our own engine, and the twin of others. `report`: gets the share of adapters that it was
+    asked about.
 
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
@@ -114,7 +116,7 @@ def make_plan(
     if num_gpus is None:
         if packer in _SPREADS_BLINDLY:
             chosen = Judged(packer=chosen, judge=reporting)
-        most = min(_MOST_GPUS, len(demand.adapters))
+        most = min(most_gpus, len(demand.adapters))
         gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
     else:
         gpus = chosen.pack(demand, num_gpus)
