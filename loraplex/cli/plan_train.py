@@ -71,7 +71,7 @@ def train(
     if not isinstance(found, SlotProfile):
         raise UserError(
             "the profile is of an engine without slots; `plan make` computes what it serves from the profile "
-            "alone, without training"
+            "without training"
         )
     simulated = Simulated(
         profile=found,
