@@ -129,6 +129,7 @@ def own_table(result: Result) -> str:
         ("GPUs", f"{found['num_gpus']}"),
         ("lower bound", f"{found['lower_bound']:.1f}, so {found['lower_bound_gpus']} GPUs"),
         ("GPUs over the bound", f"{found['num_gpus'] / found['lower_bound_gpus'] - 1:.1%}"),
+        ("lower bound without the judge's margin", f"{found['lower_bound_without_margin']:.1f}"),
         ("time to plan", f"{found['plan_s']:.1f} s"),
         (
             "GPUs that starve in the twin",

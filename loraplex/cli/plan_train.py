@@ -70,7 +70,7 @@ def train(
     found = read_profile_of(profile, None)
     if not isinstance(found, SlotProfile):
         raise UserError(
-            "the profile is of an engine without slots; `plan make` computes what it serves from the profile "
+            "the profile is of an engine without slots; `plan make` computes from it what a GPU serves, "
             "without training"
         )
     simulated = Simulated(
