@@ -94,6 +94,15 @@ def make(
         str | None,
         typer.Option(help="Limit on each GPU's mean time between tokens: 30ms or 0.03s; default: none."),
     ] = None,
+    headroom: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=10,
+            help="Share by which each GPU shall be able to serve more than is asked for; default: 0.05 for "
+            "engines with slots. The judge of our own engine leaves room itself. Baselines ask no judge.",
+        ),
+    ] = None,
     compare: Annotated[
         bool | None,
         typer.Option(
@@ -129,6 +138,7 @@ def make(
             num_gpus=gpus,
             judge=judge,
             objective=objective,
+            headroom=headroom,
             report=lambda share: report("placing adapters", share),
         )
     if judge is not None and (outside := judge.outside_range()):

@@ -135,7 +135,7 @@ def _say_what_is_wrong(plan: Plan, checked: PlanCheck) -> None:
         fix = (
             "plan with --packer max-pack or improved, which look whether GPUs starve"
             if plan.packer in BASELINES
-            else "give more --gpus, or plan for rates that are a tenth higher, which leaves room"
+            else "give more --gpus, or a larger --headroom"
         )
         warn(f"starving: {_numbered(slow)} {verb} less than 0.9 of what is offered; {fix}")
     for number, gpu in enumerate(checked.gpus):

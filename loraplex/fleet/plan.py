@@ -98,6 +98,12 @@ class Plan:
         """Return the entries of all adapters."""
         return list(map(Entry, self.replicas, self.shares))
 
+    def with_entry(self, adapter: int, entry: Entry) -> Plan:
+        """Return the plan with another entry for one adapter."""
+        replicas, shares = list(self.replicas), list(self.shares)
+        replicas[adapter], shares[adapter] = entry
+        return Plan(replicas=tuple(replicas), shares=tuple(shares))
+
     @property
     def num_copies(self) -> int:
         """The number of copies of adapters in the fleet."""

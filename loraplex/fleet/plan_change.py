@@ -88,9 +88,7 @@ class PlanChange:
         found = pending.entry.limited_to(set(pending.entry.replicas) - pending.failed)
         if found is None:
             return current
-        entries = current.entries()
-        entries[stage.adapter] = found
-        return Plan.of_entries(entries)
+        return current.with_entry(stage.adapter, found)
 
     def forget(self, adapter: int) -> None:
         """Drop the pending entry of an adapter that was removed."""

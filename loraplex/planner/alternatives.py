@@ -13,11 +13,15 @@ from loraplex.planner.demand import PlanError
 from loraplex.planner.judge import Judge
 from loraplex.planner.make import BASELINES, BASELINES_WITHOUT_SLOTS, default_judge, make_plan
 from loraplex.planner.one_gpu_more import with_one_less, with_one_more
+from loraplex.planner.packing.packer import NotEnoughGpusError
 from loraplex.planner.plan import Plan
 from loraplex.planner.plan_file import demand_of
 
 _SEEDS: Final = (0,)
 """Alternatives are there to compare roughly: the seed that packers judge by is enough."""
+
+_MOST_TIMES: Final = 4
+"""Times the plan's GPUs up to which the baselines' number is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,10 @@ def alternatives(
         report(name, number / len(made))
         try:
             checked = check_plan(make(), profile, seeds=_SEEDS, duration_s=None)
+        except NotEnoughGpusError:
+            yield Alternative(
+                name=name, checked=None, why_not=f"starves GPUs even with {_MOST_TIMES * len(plan.gpus)}"
+            )
         except PlanError as error:
             yield Alternative(name=name, checked=None, why_not=str(error))
         else:
@@ -61,6 +69,7 @@ def _maker(plan: Plan, profile: Profile, packer: str, judge: Judge) -> Callable[
             profile_name=plan.profile,
             packer=packer,
             num_gpus=None,
+            most_gpus=_MOST_TIMES * len(plan.gpus),
             judge=judge,
             objective=plan.objective,
         )

@@ -10,6 +10,8 @@ from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
+from loraplex.planner.headroom import HeadroomJudge
 from loraplex.planner.judge import Judge, Verdict
 from loraplex.planner.objectives import NO_LIMITS, Objective
 from loraplex.planner.packing.dlora import DLoraPacking
@@ -82,12 +84,16 @@ def make_plan(
     profile_name: str,
     packer: str,
     num_gpus: int | None,
+    most_gpus: int = _MOST_GPUS,
     judge: Judge | None = None,
     objective: Objective = NO_LIMITS,
+    headroom: float | None = None,
     report: Callable[[float], None] = lambda share: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do. `judge`: None for the steady state of our
-    own engine, and the twin of others. `report`: gets the share of adapters that it was asked about.
+    """Return a plan for so many GPUs; None: for as few as will do, up to `most_gpus`. `judge`: None for the
+    steady state of our own engine, and the twin of others. `headroom`: share by which each GPU
+    shall be able to serve more than is asked for; None for the default, which is 0 for our own engine, as its
+    judge leaves room itself. `report`: gets the share of adapters that the judge was asked about.
 
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
@@ -101,7 +107,9 @@ def make_plan(
     is_trained = judge is not None
     judge = judge or default_judge(profile, demand, objective)
     is_quick = not isinstance(judge, TwinJudge)
-    reporting = ReportingJudge(judge, len(demand.adapters), report)
+    if headroom is None:
+        headroom = 0.0 if isinstance(profile, CostModel) else DEFAULT_HEADROOM
+    reporting = ReportingJudge(HeadroomJudge(judge, headroom), len(demand.adapters), report)
     chosen = packer_of(
         packer,
         profile,
@@ -114,7 +122,7 @@ def make_plan(
     if num_gpus is None:
         if packer in _SPREADS_BLINDLY:
             chosen = Judged(packer=chosen, judge=reporting)
-        most = min(_MOST_GPUS, len(demand.adapters))
+        most = min(most_gpus, len(demand.adapters))
         gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
     else:
         gpus = chosen.pack(demand, num_gpus)

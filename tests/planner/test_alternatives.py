@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from loraplex.planner.alternatives import alternatives
 from loraplex.planner.check import GpuCheck, PlanCheck, check_plan
 from loraplex.planner.demand import AdapterDemand, Demand
 from loraplex.planner.error_bars import bar_of, profile_error
+from loraplex.planner.judge import Verdict
+from loraplex.planner.make import make_plan
 from loraplex.planner.most_served import flood
 from loraplex.planner.objectives import Objective
 from loraplex.planner.one_gpu_more import with_one_less, with_one_more
+from loraplex.planner.packing.packer import NotEnoughGpusError
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
+from loraplex.planner.plan_file import demand_of
 from loraplex.planner.trial import GpuFigures
 
 
@@ -75,6 +80,30 @@ def test_alternatives_are_simulated_and_baselines_get_the_least_gpus_that_will_d
     assert num_gpus["one GPU more"] == 3
     assert num_gpus["one GPU less"] == num_gpus["dlora"] == num_gpus["max-base"] == 1
     assert all(each.checked is not None and each.checked.holds for each in found.values())
+
+
+class Full:
+    """A judge that finds every GPU starving."""
+
+    def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
+        return Verdict(1.0, True)
+
+    def fits(self, max_rank: int, num_slots: int) -> bool:
+        return True
+
+
+def test_a_baseline_is_not_tried_with_more_gpus_than_asked_for() -> None:
+    demand = demand_of(plan_of(gpu(*[1.0] * 9)))
+    with pytest.raises(NotEnoughGpusError, match=r"too few GPUs \(2\)"):
+        make_plan(
+            demand,
+            slot_profile(),
+            profile_name="p",
+            packer="random",
+            num_gpus=None,
+            most_gpus=2,
+            judge=Full(),
+        )
 
 
 def test_the_most_that_a_gpu_serves_is_asked_of_a_flood() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from canned_server import Canned, answering, demand_of
 from click.testing import Result
 from hypothesis import given
@@ -113,6 +115,31 @@ def test_fewer_gpus_are_proposed_where_they_do_with_room_to_spare(tmp_path: Path
     assert "proposed: 1 GPU, instead of 2" in found.output
     assert "it gains: 1 GPU" in found.output
     assert "give --out FILE" in found.output
+
+
+def test_it_looks_again_and_again_and_proposes_what_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plan(tmp_path / "plan.json", plan_of(*GPUS))
+    there = fleet_of(dict.fromkeys("abcdef", 0.1), *GPUS)
+    canned: dict[str, tuple[int, Any]] = {}
+    pauses_s: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses_s.append(seconds)
+        canned.update(there)  # it was not there at the first look
+        if len(pauses_s) == 4:
+            raise typer.Exit(9)
+
+    monkeypatch.setattr("loraplex.cli.plan_watch.time", SimpleNamespace(sleep=pause))
+    with answering(canned) as url:
+        args = ["plan", "watch", str(tmp_path / "plan.json"), "--url", url, "--every", "60"]
+        watched = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert watched.exit_code == 9, watched
+    assert pauses_s == [60.0] * 4
+    assert "looking again in 1 min" in watched.stderr
+    assert watched.stdout.count("fewer GPUs may do") == 3
+    assert watched.stdout.count("proposed: 1 GPU, instead of 2") == 1
 
 
 @pytest.mark.parametrize(

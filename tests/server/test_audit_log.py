@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from log_lines import Lines, listening
 from server_fixtures import Api, write_adapter
 
 from loraplex.core.errors import AdapterError, InvalidRequestError
+from loraplex.fleet.plan import Entry
 from loraplex.server.app import create_app
 from loraplex.server.engine_status import Fleet
 
@@ -160,6 +161,19 @@ class TwoReplicas:
     """A fleet that has nothing to show, and of which one replica cannot be drained."""
 
     replicas: tuple[Any, ...] = ()
+    has_placement = True
+
+    def give(self, given: Mapping[str, Entry]) -> None:
+        assert not given
+
+    def placed_on(self, version: str) -> None:
+        return None
+
+    def waiting(self, version: str) -> list[int]:
+        return []
+
+    def num_bytes(self, version: str) -> int:
+        return 0
 
     def drain(self, number: int, *, move: bool) -> None:
         if number == 0:
@@ -184,3 +198,20 @@ def test_changes_of_replicas_are_audited(make_api: Callable[..., Api], audit: Li
         api.post("/v1/fleet/scale", {"replicas": 4})
         line = audit.take()
         assert (line["message"], line["replicas"], line["result"]) == ("fleet scale", 4, "done")
+        given = {"replicas": [], "adapters": [{"lora_name": "poett", "replicas": [0]}]}
+        refused = api.request("PUT", "/v1/fleet/placement", json=given)
+        assert "'poett' (did you mean 'poet'?)" in refused.json()["error"]["message"]
+        line = audit.take()
+        assert (line["message"], line["adapters"]) == ("fleet placement refused", 1)
+        api.request("DELETE", "/v1/fleet/placement")
+        assert audit.take()["message"] == "fleet release placement"
+
+
+def test_a_placement_is_changed_by_administrators_only(make_api: Callable[..., Api]) -> None:
+    made = make_api(admin_keys=("secret",)).served
+    deps = replace(made.deps, fleet=cast(Fleet, TwoReplicas()))
+    with closing(Api(replace(made, app=create_app(deps), deps=deps))) as api:
+        for method in ("PUT", "DELETE"):
+            assert api.request(method, "/v1/fleet/placement", json={}).status_code == 401
+            wrong = {"Authorization": "Bearer guess"}
+            assert api.request(method, "/v1/fleet/placement", json={}, headers=wrong).status_code == 403

@@ -34,6 +34,7 @@ class GivenPlacement:
         self._fleet = fleet
         self._adapters = adapters
         self._entries: dict[str, Entry] = {}  # by name; also of names that are not served at present
+        self._by_version: dict[str, Entry] = {}
         adapters.on_changed = self._follow
 
     def give(self, asked: PlacementRequest) -> None:
@@ -55,7 +56,7 @@ class GivenPlacement:
 
     def state(self) -> Placement:
         """Return where the adapters are, and whether what was given has been carried out."""
-        fleet, given = self._fleet, self._by_version()
+        fleet, given = self._fleet, self._by_version
         rows = []
         stands = True
         for adapter in self._adapters.served():
@@ -87,11 +88,9 @@ class GivenPlacement:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        self._fleet.give(self._by_version())
-
-    def _by_version(self) -> dict[str, Entry]:
         served = (each for name in self._entries if (each := self._adapters.get(name)) is not None)
-        return _by_version(served, self._entries)
+        self._by_version = _by_version(served, self._entries)
+        self._fleet.give(self._by_version)
 
     # ---- checks
 
