@@ -29,7 +29,8 @@ _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
 def serve_options(
-    model: option.Model,
+    model: option.Model = None,
+    named_model: option.NamedModel = None,
     adapters: option.AdapterDirs = None,
     adapter: option.Adapters = None,
     host: option.Host = "127.0.0.1",
@@ -65,6 +66,7 @@ def serve_options(
     allowed_origins: option.AllowedOrigins = None,
 ) -> ServeOptions:
     """Return the options of a server. The parameters are the CLI options that all serving commands share."""
+    chosen = option.one_model(model, named_model)
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
     kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
@@ -85,7 +87,7 @@ def serve_options(
     from loraplex.server.waiting import WaitingLimits
 
     engine = EngineOptions(
-        model=model,
+        model=chosen,
         device=device,
         dtype=dtype,
         kv_memory_bytes=kv_memory_bytes,

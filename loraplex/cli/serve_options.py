@@ -26,7 +26,11 @@ def _replicas_up_to(most: int) -> Callable[[int | None], int | None]:
     return check
 
 
-Model = Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="The base model: a checkpoint folder or a Hugging Face id."),
+]
+NamedModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="The same, as an option.")]
 AdapterDirs = Annotated[
     list[Path] | None,
     typer.Option(
@@ -276,6 +280,16 @@ Level = Annotated[
 Format = Annotated[
     LogFormat, typer.Option(metavar="FORMAT", help="Lines of the log on stderr: text or json.")
 ]
+
+
+def one_model(model: str | None, named: str | None) -> str:
+    """Return the model, which is given as an argument or as an option. Raises a usage error otherwise."""
+    if (model is None) == (named is None):
+        what = "the model is missing" if model is None else f"there are two models, {model} and {named}"
+        raise typer.BadParameter(f"{what}; give one, such as: loraplex serve MODEL", param_hint="MODEL")
+    found = model or named
+    assert found is not None
+    return found
 
 
 def parse_adapters(texts: Sequence[str] | None) -> dict[str, str]:

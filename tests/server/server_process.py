@@ -29,7 +29,7 @@ def serving(
     folder: Path, *options: str, command: str = "serve", environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run a server process; yields it, its URL and its output until it was ready."""
-    start = [*COMMAND, *command.split(), "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
+    start = [*COMMAND, *command.split(), str(folder), "--served-model-name", "tiny", "--port", "0"]
     memory = () if "--backend" in options else ("--kv-memory", "4MiB")  # a front has no engine
     process = subprocess.Popen(
         [*start, *memory, *options],

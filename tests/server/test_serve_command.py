@@ -258,7 +258,8 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        (["serve"], 2, "--model"),
+        (["serve"], 2, "the model is missing"),
+        (["serve", "a", "--model", "b"], 2, "there are two models, a and b"),
         (["serve", "--model", "/does/not/exist", "--port", "0"], 1, "/does/not/exist"),
         (["--version"], 0, ""),
     ],
