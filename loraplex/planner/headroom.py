@@ -23,6 +23,8 @@ class HeadroomJudge:
 
     def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
         """See `Judge`."""
+        if self._factor == 1.0:
+            return self._judge.judge(adapters, num_slots)
         more = [replace(each, rate_rps=each.rate_rps * self._factor) for each in adapters]
         return self._judge.judge(more, num_slots)
 

@@ -28,7 +28,9 @@ def test_gpus_are_filled_up_to_the_room(share: float, num_gpus: int) -> None:
     adapters = tuple(AdapterDemand(name=str(number), rank=8, rate_rps=0.625) for number in range(64))
     demand = Demand(adapters=adapters, prompt_tokens=1.0, output_tokens=1.0)
     plan = MaxPack(judge=HeadroomJudge(TenRequests(), share), has_slots=True).pack(demand, 64)
-    assert sorted(each.name for gpu in plan for each in gpu.adapters) == sorted(each.name for each in adapters)
+    assert sorted(each.name for gpu in plan for each in gpu.adapters) == sorted(
+        each.name for each in adapters
+    )
     assert all(each.rate_rps == 0.625 for gpu in plan for each in gpu.adapters), "rates are as asked for"
     assert len(plan) >= num_gpus
     assert all(sum(each.rate_rps for each in gpu.adapters) <= 10.0 / (1.0 + share) for gpu in plan)
