@@ -53,6 +53,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.planner.check import SEEDS
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.features import FEATURE_NAMES
 from loraplex.planner.judge import Judge
 from loraplex.planner.make import make_plan
 from loraplex.planner.packing.improve import LocalImprovement, improve
@@ -184,7 +185,7 @@ def rules(data: Path) -> dict[str, Any]:
             "simulated": dict(found.accuracy),
             "num_rules": [each.num_rules for each in _trees(found)],
             "train_s": train_s,
-            "prediction_ns": [_nanoseconds(each, found.feature_names, features) for each in _trees(found)],
+            "prediction_ns": [_nanoseconds(each, FEATURE_NAMES, features) for each in _trees(found)],
         }
     return {"models": cases}
 

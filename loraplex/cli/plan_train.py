@@ -94,6 +94,7 @@ def train(
 
 
 def _rules_of(surrogate: Surrogate) -> str:
+    from loraplex.planner.features import FEATURE_NAMES
     from loraplex.planner.rules import rules_text
     from loraplex.planner.trees import tree_of
 
@@ -102,7 +103,7 @@ def _rules_of(surrogate: Surrogate) -> str:
         if forest is None:
             parts += [what, "if it serves less than 0.9 of what is offered", ""]
         else:
-            parts += [what, *rules_text(tree_of(forest), surrogate.feature_names), ""]
+            parts += [what, *rules_text(tree_of(forest), FEATURE_NAMES), ""]
     return "\n".join(parts)
 
 

@@ -30,7 +30,7 @@ from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import Demand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, EngineKind, features_of
+from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, features_of
 from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
 from loraplex.planner.traffic import LengthsOf
 from loraplex.planner.trained_on import TrainedOn, fingerprint
@@ -44,7 +44,7 @@ KIND: Final = "planner dataset"
 DURATION_S: Final = 3600.0
 _COLUMNS: Final = (
     "point",
-    *FEATURE_NAMES[EngineKind.SLOTS],
+    *FEATURE_NAMES,
     "offered_tok_s",
     "throughput_tok_s",
     "is_starved",

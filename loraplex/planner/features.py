@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from enum import StrEnum
+from collections.abc import Sequence
 from typing import Final
 
 import numba
@@ -19,19 +17,11 @@ Features = npt.NDArray[np.float32]
 """One number per feature, in the precision in which surrogates are trained and compare."""
 
 
-class EngineKind(StrEnum):
-    """Kinds of engine, which differ in their features."""
-
-    SLOTS = "slots"
-    OWN = "own"
-
-
-_OF_ADAPTERS: Final = ("served_adapters", "sum_rate", "std_rate", "max_size", "mean_size", "std_size")
-FEATURE_NAMES: Final = {
-    EngineKind.SLOTS: (*_OF_ADAPTERS, "adapter_slots"),
-    EngineKind.OWN: (*_OF_ADAPTERS, "sum_bytes"),
-}
-"""The features of each kind, in their order."""
+FEATURE_NAMES: Final = (
+    *("served_adapters", "sum_rate", "std_rate", "max_size", "mean_size", "std_size"),
+    "adapter_slots",
+)
+"""The features, in their order."""
 FEATURE_UNITS: Final = {
     "served_adapters": "adapters",
     "sum_rate": "requests per second",
@@ -40,11 +30,10 @@ FEATURE_UNITS: Final = {
     "mean_size": "rank",
     "std_size": "rank, population standard deviation",
     "adapter_slots": "adapters on the device at a time",
-    "sum_bytes": "bytes of all adapters",
 }
-SUM_RATE: Final = _OF_ADAPTERS.index("sum_rate")
-STD_RATE: Final = _OF_ADAPTERS.index("std_rate")
-MAX_SIZE: Final = _OF_ADAPTERS.index("max_size")
+SUM_RATE: Final = FEATURE_NAMES.index("sum_rate")
+STD_RATE: Final = FEATURE_NAMES.index("std_rate")
+MAX_SIZE: Final = FEATURE_NAMES.index("max_size")
 
 
 def slot_features(adapters: Sequence[AdapterDemand], num_slots: int) -> Features:
@@ -52,17 +41,10 @@ def slot_features(adapters: Sequence[AdapterDemand], num_slots: int) -> Features
     return features_of(*rates_and_ranks(adapters), num_slots)
 
 
-def own_features(adapters: Sequence[AdapterDemand], bytes_of_rank: Callable[[int], int]) -> Features:
-    """Return the features of an engine without slots. `bytes_of_rank`: size of an adapter of this rank."""
-    of_rank = Counter(each.rank for each in adapters)
-    num_bytes = sum(count * bytes_of_rank(rank) for rank, count in of_rank.items())
-    return features_of(*rates_and_ranks(adapters), num_bytes)
-
-
-def features_of(rates_rps: Floats, ranks: Floats, last: float) -> Features:
-    """Return the features of adapters by rate and rank. `last`: the slots, or the bytes."""
+def features_of(rates_rps: Floats, ranks: Floats, num_slots: int) -> Features:
+    """Return the features of adapters by rate and rank."""
     assert len(rates_rps) == len(ranks) > 0, "no adapters, no features"
-    found: Features = _features(rates_rps, ranks, float(last))
+    found: Features = _features(rates_rps, ranks, num_slots)
     return found
 
 
@@ -73,7 +55,7 @@ def rates_and_ranks(adapters: Sequence[AdapterDemand]) -> tuple[Floats, Floats]:
 
 
 @numba.njit(cache=True, nogil=True)
-def _features(rates_rps, ranks, last):  # type: ignore[no-untyped-def]
+def _features(rates_rps, ranks, num_slots):  # type: ignore[no-untyped-def]
     found = np.empty(7, np.float32)
     found[0] = len(ranks)
     found[1] = rates_rps.sum()
@@ -81,5 +63,5 @@ def _features(rates_rps, ranks, last):  # type: ignore[no-untyped-def]
     found[3] = ranks.max()
     found[4] = ranks.mean()
     found[5] = ranks.std()
-    found[6] = last
+    found[6] = num_slots
     return found

@@ -8,6 +8,7 @@ to starve, so rates are also scaled to that.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations_with_replacement
 from typing import Final
 
@@ -51,16 +52,17 @@ class Drawn:
         return int(self.ranks.max())
 
 
-def whole_grid() -> list[GridPoint]:
+@cache
+def whole_grid() -> tuple[GridPoint, ...]:
     """Return all points: sizes and rates are chosen with repetition."""
-    return [
+    return tuple(
         GridPoint(sizes=sizes, rates_rps=rates, num_adapters=num_adapters, num_slots=num_slots)
         for sizes in combinations_with_replacement(SIZES, 3)
         for rates in combinations_with_replacement(RATES_RPS, 3)
         for num_adapters in COUNTS
         for num_slots in COUNTS
         if num_slots <= num_adapters
-    ]
+    )
 
 
 def scaled_grid(base_rps: float) -> list[GridPoint]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, MAX_SIZE, SUM_RATE, EngineKind, Features, slot_features
+from loraplex.planner.features import FEATURE_NAMES, MAX_SIZE, SUM_RATE, Features, slot_features
 from loraplex.planner.judge import Verdict
 from loraplex.planner.trained_on import TrainedOn, fingerprint
 from loraplex.planner.trees import Forest, forest_value
@@ -38,22 +38,17 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Surrogate:
-    """Forests for one engine, profile and length of requests. `ranges`: least and greatest value of each
+    """Forests for one profile and length of requests. `ranges`: least and greatest value of each
     feature in training, one row per feature. `throughput`: what a GPU serves, if so much is offered; the
     logarithm of it if `in_logarithms`. `starvation`: share of votes that it starves; None if that follows
     from the throughput. `accuracy`: by measure, on runs not trained on, for people."""
 
-    engine: EngineKind
     trained_on: TrainedOn
     ranges: Floats
     throughput: Forest
     starvation: Forest | None
     in_logarithms: bool = False
     accuracy: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        return FEATURE_NAMES[self.engine]
 
     def predict(self, features: Features) -> Predicted:
         most_tok_s, outside = _predict(self.throughput, self.ranges, features)
@@ -80,7 +75,7 @@ class Surrogate:
         return np.minimum(most_tok_s, offered_tok_s), is_starved
 
     def _named(self, outside: int) -> tuple[str, ...]:
-        return tuple(name for place, name in enumerate(self.feature_names) if outside >> place & 1)
+        return tuple(name for place, name in enumerate(FEATURE_NAMES) if outside >> place & 1)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -124,7 +119,7 @@ class SurrogateJudge:
 
     def outside_range(self) -> list[str]:
         """Return in words what was asked for outside the training range; nothing if all was within."""
-        names, ranges = self._surrogate.feature_names, self._surrogate.ranges
+        names, ranges = FEATURE_NAMES, self._surrogate.ranges
         return [
             f"{name} {_span(*self._outside[name])}, trained on {_span(*ranges[place].tolist())}"
             for place, name in enumerate(names)
@@ -133,7 +128,7 @@ class SurrogateJudge:
 
     def _remember(self, features: Features, outside: Sequence[str]) -> None:
         for name in outside:
-            value = float(features[self._surrogate.feature_names.index(name)])
+            value = float(features[FEATURE_NAMES.index(name)])
             least, most = self._outside.get(name, (value, value))
             self._outside[name] = min(least, value), max(most, value)
 
@@ -141,7 +136,7 @@ class SurrogateJudge:
 def check_profile(surrogate: Surrogate, profile: SlotProfile) -> None:
     """Raise PlanError if the surrogate was trained on another profile."""
     trained_on = surrogate.trained_on
-    if surrogate.engine is not EngineKind.SLOTS or trained_on.profile_sha256 != fingerprint(profile):
+    if trained_on.profile_sha256 != fingerprint(profile):
         raise PlanError(
             f"the surrogate was trained on the profile {trained_on.profile} ({trained_on.model}, "
             f"{trained_on.hardware}), which is not, or no longer, the given one ({profile.model}, "

@@ -1,6 +1,6 @@
 """Surrogates as JSON files, read strictly: a misread threshold would be wrong in every plan.
 
-    {"version": 2, "kind": "planner surrogate", "engine": "slots", "trained_on": {...},
+    {"version": 2, "kind": "planner surrogate", "trained_on": {...},
      "ranges": {"served_adapters": [8.0, 384.0], ...}, "units": {...},
      "in_logarithms": true, "throughput": {"num_trees": 300, "num_nodes": 9172, "nodes": BASE64},
      "starvation": {...} or null, "accuracy": {...}, "environment": {...}}
@@ -27,7 +27,7 @@ from loraplex.core.whole_file import write_whole
 from loraplex.perf.profile_json import JsonObject, unique_keys
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import PlanError
-from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, EngineKind
+from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS
 from loraplex.planner.surrogate import Surrogate, check_profile
 from loraplex.planner.trained_on import TrainedOn
 from loraplex.planner.trees import LEAF, Forest
@@ -51,11 +51,10 @@ class SurrogateError(PlanError):
 
 
 def surrogate_to_json(surrogate: Surrogate, environment: Mapping[str, Any] | None = None) -> str:
-    names = surrogate.feature_names
+    names = FEATURE_NAMES
     document = {
         "version": VERSION,
         "kind": KIND,
-        "engine": surrogate.engine,
         "trained_on": surrogate.trained_on.as_json(),
         "ranges": dict(zip(names, surrogate.ranges.tolist(), strict=True)),
         "units": {**{name: FEATURE_UNITS[name] for name in names}, **_UNITS},
@@ -109,13 +108,10 @@ def surrogate_from_json(text: str) -> Surrogate:
         raise ValueError(f"it is of kind {kind!r}, not {KIND!r}")
     if (version := top.take("version")) != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
-    if (engine := top.text("engine")) not in set(EngineKind):
-        raise ValueError(f"engine is {engine!r}, not one of {', '.join(EngineKind)}")
-    names = FEATURE_NAMES[EngineKind(engine)]
+    names = FEATURE_NAMES
     accuracy = top.child("accuracy")
     starvation = top.optional("starvation")
     surrogate = Surrogate(
-        engine=EngineKind(engine),
         trained_on=TrainedOn.of_json(top.take("trained_on")),
         ranges=_ranges(top.child("ranges"), names),
         throughput=_forest(top.child("throughput"), len(names)),

@@ -15,7 +15,6 @@ from loraplex.core.errors import UserError
 from loraplex.core.progress import Report
 from loraplex.planner import capacity
 from loraplex.planner.dataset import Dataset, DatasetError
-from loraplex.planner.features import EngineKind
 from loraplex.planner.searches import (
     ModelKind,
     Options,
@@ -205,7 +204,6 @@ def _surrogate(
     throughput: Forest, starvation: Forest | None, rows: Dataset, *, in_logarithms: bool = False
 ) -> Surrogate:
     return Surrogate(
-        engine=EngineKind.SLOTS,
         trained_on=rows.trained_on,
         ranges=np.stack((rows.features.min(axis=0), rows.features.max(axis=0)), axis=1),
         throughput=throughput,

@@ -9,7 +9,7 @@ import numpy as np
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.dataset import Dataset, Simulated
-from loraplex.planner.features import FEATURE_NAMES, EngineKind
+from loraplex.planner.features import FEATURE_NAMES
 from loraplex.planner.grid import GridPoint
 from loraplex.planner.surrogate import Surrogate
 from loraplex.planner.trees import LEAF, Tree, forest_of
@@ -17,7 +17,7 @@ from loraplex.twin.run_workload import Lengths
 
 PROFILE_NAME = "vllm-h100-llama-3.1-8b"
 LENGTHS = Lengths(prompt=200.0, output=30.0)
-NAMES = FEATURE_NAMES[EngineKind.SLOTS]
+NAMES = FEATURE_NAMES
 
 
 def slot_profile(name: str = PROFILE_NAME) -> SlotProfile:
@@ -63,7 +63,6 @@ def by_hand() -> Surrogate:
     """Return a surrogate of a GPU that serves 4,600 tokens per second, or fewer with many slots."""
     throughput = Tree(6, 100.0, Tree(LEAF, 4600.0), Tree(LEAF, 3450.0))
     return Surrogate(
-        engine=EngineKind.SLOTS,
         trained_on=simulated().trained_on,
         ranges=np.array([(1, 64), (0.1, 40), (0, 3), (8, 32), (8, 32), (0, 12), (1, 200)], np.float64),
         throughput=forest_of([throughput]),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loraplex.planner.demand import AdapterDemand
-from loraplex.planner.features import FEATURE_NAMES, EngineKind, own_features, slot_features
+from loraplex.planner.features import FEATURE_NAMES, slot_features
 from loraplex.planner.grid import draw, scaled_grid, whole_grid
 
 ADAPTERS = [
@@ -19,13 +19,8 @@ OF_ADAPTERS = [3, 3.0, (0.5 / 3) ** 0.5, 32, 16.0, 128**0.5]
 
 
 def test_features_of_an_engine_with_slots() -> None:
-    assert FEATURE_NAMES[EngineKind.SLOTS][-1] == "adapter_slots"
+    assert FEATURE_NAMES[-1] == "adapter_slots"
     assert slot_features(ADAPTERS, 2).tolist() == pytest.approx([*OF_ADAPTERS, 2])
-
-
-def test_features_of_our_engine_have_bytes_instead_of_slots() -> None:
-    assert FEATURE_NAMES[EngineKind.OWN][-1] == "sum_bytes"
-    assert own_features(ADAPTERS, lambda rank: 1000 * rank).tolist() == pytest.approx([*OF_ADAPTERS, 48_000])
 
 
 def test_the_grid_is_every_choice_of_sizes_and_rates_with_as_many_slots_as_adapters_or_fewer() -> None:

@@ -135,7 +135,6 @@ def with_nan(document: dict[str, Any]) -> None:
     [
         (lambda document: document.update(version=1), "version 1, this loraplex reads version 2"),
         (lambda document: document.update(kind="slots"), "kind 'slots', not 'planner surrogate'"),
-        (lambda document: document.update(engine="other"), "engine is 'other', not one of slots, own"),
         (lambda document: document.pop("throughput"), "has no 'throughput'"),
         (lambda document: document.update(more=1), "unknown 'more'"),
         (lambda document: document["ranges"].pop("sum_rate"), "has no 'sum_rate'"),
