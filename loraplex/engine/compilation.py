@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
@@ -10,6 +11,8 @@ from typing import Final
 from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineRequest
 from loraplex.engine.grammars import AnswerGrammar, Grammars
+
+logger = logging.getLogger(__name__)
 
 _NUM_THREADS: Final = 2
 
@@ -57,8 +60,9 @@ class GrammarCompilation:
                     yield request, future.result()
                 elif isinstance(error, LoraplexError):
                     yield request, error
-                else:
-                    raise error
+                else:  # a bug, of ours or of the library: no other request shall end by it
+                    logger.error("structured output of %s cannot be compiled", request_id, exc_info=error)
+                    yield request, LoraplexError(f"the structured output cannot be compiled: {error}")
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a compilation has ended; not at all if there is none."""

@@ -16,7 +16,7 @@ from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_threads import StepThreads, default_threads
 from loraplex.engine.executor import Executor
-from loraplex.engine.grammars import TOKENIZER_FILE, Grammars
+from loraplex.engine.grammars import Grammars
 from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
@@ -120,7 +120,7 @@ def build_cpu_engine(
             adapter_bytes=plan_adapter_bytes(options),
         ),
         executor=executor,
-        grammars=Grammars(Path(options.model) / TOKENIZER_FILE, config.shape.vocab_size),
+        grammars=Grammars.of_model(Path(options.model), config),
         costs=DriftWatch(known_costs(config.shape, "cpu", dtype)) if options.batching.needs_costs else None,
     )
 
@@ -141,6 +141,7 @@ def _build_shard(
     folder = Path(options.model)
     config = load_config(folder)
     local = shard.config(config)
+    tokenizer = Grammars.of_model(folder, config).prepare()
     report("compiling kernels", 0.0)
     kernels = choose_kernels(local, dtype)
     compile_reader()  # otherwise the first adapter would wait for it
@@ -150,6 +151,7 @@ def _build_shard(
 
     weights = load_weights(folder, config, dtype, on_bytes, shard)
     report("preparing weights", 0.0)
+    tokenizer.result()
     return TorchExecutor(
         decoder=Decoder(local, weights, kernels, max_model_len, collective),
         caches=[

@@ -7,6 +7,7 @@ second; the first compilation of a process also reads the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -19,11 +20,14 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
+from loraplex.engine.schema_rules import ascii_classes, closed_schema
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-TOKENIZER_FILE: Final = "tokenizer.json"
+    from loraplex.model.config import ModelConfig
+
+_TOKENIZER_FILE: Final = "tokenizer.json"
 _WHITESPACE: Final = r"[ \t\r\n]{0,32}"
 """Whitespace between the tokens of JSON. It has an end: models without an idea of how to go on would write it
 up to max_tokens."""
@@ -61,10 +65,29 @@ def refuse_without_llguidance(wanted: StructuredOutput) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grammars:
-    """Compiles for one model. `tokenizer_file`: its tokenizer.json. Thread-safe."""
+    """Compiles for one model. `tokenizer_file`: its tokenizer.json; `eos_token_ids`: the end tokens of its
+    configuration, by which answers end that are complete. Thread-safe."""
 
     tokenizer_file: Path
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of_model(cls, folder: Path, config: ModelConfig) -> Grammars:
+        return cls(folder / _TOKENIZER_FILE, config.shape.vocab_size, config.eos_token_ids)
+
+    def prepare(self) -> Future[None]:
+        """Begin to read the tokenizer, in a thread. That takes up to a second or two, in which Python runs
+        nothing else part of the time: so it must not be left to the first request."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        try:
+            return thread.submit(self._read_tokenizer)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _read_tokenizer(self) -> None:
+        if find_spec("llguidance") is not None and self.eos_token_ids and self.tokenizer_file.exists():
+            _tokenizer(self, self.eos_token_ids)
 
     def compile(self, request: EngineRequest) -> AnswerGrammar:
         """Return the state of an answer that has the request's `output_token_ids` so far. May take a second.
@@ -87,8 +110,9 @@ class AnswerGrammar:
     ) -> None:
         refuse_without_llguidance(wanted)
         self._origin = (grammars, wanted, eos_token_ids, tuple(output_token_ids))
-        self.matcher = _compiled(grammars, wanted, eos_token_ids).deep_copy()
-        self.vocab_size = _tokenizer(grammars, eos_token_ids).vocab_size
+        ends = grammars.eos_token_ids or eos_token_ids
+        self.matcher = _compiled(grammars, wanted, ends).deep_copy()
+        self.vocab_size = _tokenizer(grammars, ends).vocab_size
         self.has_ended = False
         """True once it has its end token. Any token may follow, as none is read."""
         for token_id in output_token_ids:
@@ -173,12 +197,12 @@ def _grammar_of(wanted: StructuredOutput) -> str:
     try:
         match wanted.kind:
             case OutputKind.JSON | OutputKind.JSON_OBJECT:
-                schema = wanted.text or _ANY_OBJECT
+                schema = _ANY_OBJECT if wanted.kind is OutputKind.JSON_OBJECT else closed_schema(wanted.text)
                 return LLMatcher.grammar_from_json_schema(
                     schema, overrides={"whitespace_pattern": _WHITESPACE}
                 )
             case OutputKind.REGEX:
-                return grammar_from("regex", wanted.text)
+                return grammar_from("regex", ascii_classes(wanted.text))
             case OutputKind.CHOICE:
                 return grammar_from("choice", wanted.text)
             case OutputKind.GRAMMAR:

@@ -62,6 +62,12 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> list[StructuredOu
         return []
     param = "structured_outputs"
     any_object = [StructuredOutput(OutputKind.JSON_OBJECT, param=param)] if given.json_object else []
+    if given == StructuredOutputs():
+        raise InvalidRequestError(
+            "structured_outputs says nothing; give json, json_object, regex, choice or grammar in it, or leave "
+            "it out",
+            param=param,
+        )
     return [
         *_given(param, OutputKind.JSON, given.json),
         *_given(param, OutputKind.REGEX, given.regex),

@@ -18,8 +18,10 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import MAX_CHARS, OutputKind, StructuredOutput
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.grammars import Grammars
 from loraplex.engine.llm import LLM
 from loraplex.engine.options import EngineOptions
+from loraplex.engine.schema_rules import ascii_classes
 
 PROMPT = [(11 * index + 5) % 256 + 70 for index in range(20)]
 SCHEMA = {
@@ -210,12 +212,33 @@ def test_limits_and_contradictions_are_refused() -> None:
         assert refused.value.param == option
 
 
-def test_a_model_without_an_end_token_is_refused_in_words(engine: Engine) -> None:
+def test_a_model_without_an_end_token_is_refused_in_words(folder: Path) -> None:
     endless = EngineRequest(
         request_id="a", prompt_token_ids=PROMPT, params=SamplingParams(structured_output=WANTED["json"])
     )
-    engine.add_request(endless)
-    outputs = []
-    while engine.has_work():
-        outputs += engine.step()
-    assert "end token" in (outputs[0].error or "")
+    with pytest.raises(InvalidRequestError, match="end token"):
+        Grammars(folder / "tokenizer.json", 448).compile(endless)
+
+
+def test_objects_have_the_properties_that_are_named_and_no_others(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    params = SamplingParams(
+        structured_output=StructuredOutput(OutputKind.JSON, json.dumps(schema)), max_tokens=200, n=5, seed=1
+    )
+    [done] = llm.generate("Hello", params=params)
+    assert [json.loads(each.text) for each in done.choices] == [{"a": 1}] * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (r"\d+", "[0-9]+"),
+        (r"[\d.]\\d", r"[0-9.]\\d"),
+        (r"\w\[\d]", r"[0-9A-Za-z_]\[[0-9]]"),
+        ("[]\\d]", "[]0-9]"),
+        (r"[^]\w]x\D", r"[^]0-9A-Za-z_]x\D"),
+        ("a\\", "a\\"),
+    ],
+)
+def test_digits_and_letters_are_those_of_ascii(given: str, meant: str) -> None:
+    assert ascii_classes(given) == meant

@@ -83,6 +83,8 @@ def test_any_text_is_the_default(api: Api, fields: dict[str, Any]) -> None:
             "no other type does",
         ),
         ({"response_format": {"type": "yaml"}}, "response_format.type", ""),
+        ({"structured_outputs": {}}, "structured_outputs", "says nothing"),
+        ({"guided_json": ""}, "guided_json", "correct the JSON schema"),
         ({"guided_choice": []}, "guided_choice", ""),
         ({"guided_choice": ["a"] * 1025}, "guided_choice", ""),
         ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_regex", "give one"),

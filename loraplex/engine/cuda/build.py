@@ -17,7 +17,7 @@ from loraplex.engine.cuda.host_memory import default_host_bytes
 from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.cuda.options import DEFAULT_MEMORY_FRACTION, MAX_STEP_TOKENS, CudaOptions
 from loraplex.engine.cuda.weight_reading import WeightReading
-from loraplex.engine.grammars import TOKENIZER_FILE, Grammars
+from loraplex.engine.grammars import Grammars
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.model.collective import SOLO, Collective
@@ -80,7 +80,7 @@ def build_cuda_engine(
         )
     from loraplex.engine.cuda.assemble import assemble_engine  # not at the top: see there
 
-    grammars = Grammars(Path(options.model) / TOKENIZER_FILE, config.shape.vocab_size)
+    grammars = Grammars.of_model(Path(options.model), config)
     return assemble_engine(cuda_options, costs, plan, local.shape, executor, grammars)
 
 
@@ -100,11 +100,14 @@ def _build_shard(
         closing.enter_context(_quick_turns())
         reading = WeightReading(folder, config, options.dtype, device, shard)
         closing.callback(reading.close)
+        tokenizer = Grammars.of_model(folder, config).prepare()
         # Not at the top: Triton takes a second to import.
         from loraplex.engine.cuda.assemble import assemble_shard
 
         local = shard.config(config)
-        return assemble_shard(shard, local, options, costs, plan, reading, collective, report, peers)
+        executor = assemble_shard(shard, local, options, costs, plan, reading, collective, report, peers)
+        tokenizer.result()
+        return executor
 
 
 @contextmanager

@@ -44,8 +44,9 @@ class TokenChoice:
         self._seats = seats
         self._copies = copies
         self.states: dict[str, SamplingState] = {}
-        self._with_grammar: list[str] = []
-        """Requests whose grammars have not read their last token, which was chosen on the device."""
+        self._with_grammar: list[tuple[str, SamplingState]] = []
+        """Requests whose grammars have not read their last token, which was chosen on the device. By their
+        states too: another request may have the id of one that has ended."""
         self._last: tuple[Mapping[str, int], torch.Tensor, Moment] | None = None
         """Where the host finds the tokens of the last step, by request, and when."""
 
@@ -76,7 +77,8 @@ class TokenChoice:
                 likeliest.append(request_id)
         if likeliest or drawn:
             self._choose_on_device(sampling, output, likeliest, drawn)
-        self._with_grammar = [each for each in [*likeliest, *drawn] if self.states[each].grammar is not None]
+        chosen = [(each, self.states[each]) for each in (*likeliest, *drawn)]
+        self._with_grammar = [each for each in chosen if each[1].grammar is not None]
         logprobs = self._choose_by_host(sampling, output, by_host) if by_host else {}
         for request_id in sampling.keys() - set(by_host):
             self.states[request_id].num_output += 1
@@ -88,18 +90,17 @@ class TokenChoice:
 
     def _read_last(self) -> None:
         """Let grammars read the tokens of the step before."""
-        waiting = [each for each in self._with_grammar if each in self.states]
+        waiting = [each for each in self._with_grammar if self.states.get(each[0]) is each[1]]
         if not waiting:
             return
         assert self._last is not None
         places, tokens_L2, done = self._last
         done.wait()
-        for request_id in waiting:
+        for request_id, state in waiting:
             token_id, is_finite = tokens_L2[places[request_id]].tolist()
-            grammar = self.states[request_id].grammar
-            assert grammar is not None
+            assert state.grammar is not None
             if is_finite:
-                grammar.accept(token_id)
+                state.grammar.accept(token_id)
 
     def _choose_on_device(
         self, sampling: Mapping[str, int], output: StepOutput, likeliest: Sequence[str], drawn: Sequence[str]

@@ -1,0 +1,71 @@
+"""Reads schemas and expressions where their notation leaves a choice, or where models go astray."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+_CLASSES: Final = {"d": "0-9", "w": "0-9A-Za-z_"}
+_MANY_PARTS: Final = ("allOf", "if", "dependentSchemas", "unevaluatedProperties")
+_SAY_MORE: Final = ("additionalProperties", "patternProperties")
+
+
+def closed_schema(text: str) -> str:
+    """Return a schema whose objects have the properties that it names, and no others.
+
+    Whatever follows it follows the given one too. Left free to add properties, models often add them without
+    end. Not for a schema in which several parts describe one object: each would forbid the others'
+    properties. Patterns in it are read by `ascii_classes`."""
+    try:
+        schema = json.loads(text)
+        return json.dumps(_closed(schema, closes=not _has_many_parts(schema)), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text  # whoever compiles it says what is wrong
+
+
+def ascii_classes(pattern: str) -> str:
+    r"""Return a regular expression in which \d and \w are digits and letters of ASCII."""
+    parts: list[str] = []
+    in_class, place = False, 0
+    while place < len(pattern):
+        char = pattern[place]
+        if char == "\\":
+            escaped = pattern[place + 1 : place + 2]
+            known = _CLASSES.get(escaped)
+            parts.append(char + escaped if known is None else known if in_class else f"[{known}]")
+            place += 2
+            continue
+        if in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+            begins = pattern[place : place + 3]  # a bracket at the beginning of a class is part of it
+            first = "[^]" if begins == "[^]" else "[]" if begins[:2] == "[]" else "["
+            parts.append(first)
+            place += len(first)
+            continue
+        parts.append(char)
+        place += 1
+    return "".join(parts)
+
+
+def _has_many_parts(schema: Any) -> bool:
+    if isinstance(schema, dict):
+        return any(key in _MANY_PARTS or _has_many_parts(value) for key, value in schema.items())
+    return isinstance(schema, list) and any(map(_has_many_parts, schema))
+
+
+def _closed(schema: Any, *, closes: bool) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each, closes=closes) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: value if key in ("enum", "const", "default", "examples") else _closed(value, closes=closes)
+        for key, value in schema.items()
+    }
+    if isinstance(found.get("pattern"), str):
+        found["pattern"] = ascii_classes(found["pattern"])
+    if closes and isinstance(found.get("properties"), dict) and not any(key in found for key in _SAY_MORE):
+        found["additionalProperties"] = False
+    return found
