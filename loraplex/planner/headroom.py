@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from loraplex.planner.demand import AdapterDemand
-from loraplex.planner.judge import Judge, Verdict
+from loraplex.planner.demand import Demand
+from loraplex.planner.plan import GpuPlan
 
 DEFAULT: Final = 0.05
 """Share by which rates are taken for higher. Over half an hour, requests that arrive at random are a few
 percent more or fewer than their rate, and a GPU that is full by one seed starves by another."""
 
 
-class HeadroomJudge:
-    """Asks another judge whether a GPU would serve rates that are higher by a share."""
+def with_headroom(demand: Demand, share: float) -> Demand:
+    """Return the demand with rates that are higher by this share."""
+    if share == 0.0:
+        return demand
+    more = tuple(replace(each, rate_rps=each.rate_rps * (1.0 + share)) for each in demand.adapters)
+    return replace(demand, adapters=more)
 
-    def __init__(self, judge: Judge, share: float) -> None:
-        self._judge = judge
-        self._factor = 1.0 + share
 
-    def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
-        """See `Judge`."""
-        if self._factor == 1.0:
-            return self._judge.judge(adapters, num_slots)
-        more = [replace(each, rate_rps=each.rate_rps * self._factor) for each in adapters]
-        return self._judge.judge(more, num_slots)
-
-    def fits(self, max_rank: int, num_slots: int) -> bool:
-        """See `Judge`."""
-        return self._judge.fits(max_rank, num_slots)
+def without_headroom(gpus: Iterable[GpuPlan], demand: Demand) -> tuple[GpuPlan, ...]:
+    """Return a plan of `with_headroom` with the rates of the demand. An adapter must be on one GPU."""
+    asked = {each.name: each for each in demand.adapters}
+    return tuple(replace(gpu, adapters=tuple(asked[each.name] for each in gpu.adapters)) for gpu in gpus)

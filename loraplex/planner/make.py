@@ -11,20 +11,20 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
-from loraplex.planner.headroom import HeadroomJudge
+from loraplex.planner.headroom import with_headroom, without_headroom
 from loraplex.planner.judge import Judge, Verdict
 from loraplex.planner.objectives import NO_LIMITS, Objective
 from loraplex.planner.packing.dlora import DLoraPacking
 from loraplex.planner.packing.hardest import check_hardest
-from loraplex.planner.packing.improve import LocalImprovement
+from loraplex.planner.packing.improve import LocalImprovement, improve
 from loraplex.planner.packing.judged import Judged
 from loraplex.planner.packing.least_gpus import least_gpus
 from loraplex.planner.packing.least_rate import LeastRate
 from loraplex.planner.packing.max_base import MaxBase
 from loraplex.planner.packing.max_pack import MaxPack
-from loraplex.planner.packing.packer import Packer
+from loraplex.planner.packing.packer import NotEnoughGpusError, Packer
 from loraplex.planner.packing.random_packing import RandomPacking
-from loraplex.planner.plan import Plan
+from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.steady_state import SteadyStateJudge
 from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
@@ -90,10 +90,11 @@ def make_plan(
     headroom: float | None = None,
     report: Callable[[float], None] = lambda share: None,
 ) -> Plan:
-    """Return a plan for so many GPUs; None: for as few as will do, up to `most_gpus`. `judge`: None for the
-    steady state of our own engine, and the twin of others. `headroom`: share by which each GPU
-    shall be able to serve more than is asked for; None for the default, which is 0 for our own engine, as its
-    judge leaves room itself. `report`: gets the share of adapters that the judge was asked about.
+    """Return a plan for so many GPUs; None: for as few as will do, up to `most_gpus`. `judge`: a surrogate;
+    None for the steady state of our own engine, and the twin of others. `headroom`: share by which each GPU
+    shall be able to serve more than is asked for; None for the default, which is 0 where the steady state
+    judges, as that leaves room itself. Baselines leave none. `report`: gets the share of adapters that the
+    twin was asked about.
 
     Baselines ask no judge, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
@@ -104,36 +105,66 @@ def make_plan(
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
     check_lengths(profile, demand)
-    is_trained = judge is not None
-    judge = judge or default_judge(profile, demand, objective)
-    is_quick = not isinstance(judge, TwinJudge)
     if headroom is None:
-        headroom = 0.0 if isinstance(profile, CostModel) else DEFAULT_HEADROOM
-    reporting = ReportingJudge(HeadroomJudge(judge, headroom), len(demand.adapters), report)
-    chosen = packer_of(
-        packer,
-        profile,
-        demand,
-        reporting,
-        most_judgements=_MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS,
-    )
-    if packer in ("least-rate", "random") and not is_trained:  # surrogates know nothing of single adapters
-        check_hardest(demand, reporting, has_slots=not isinstance(profile, CostModel))
-    if num_gpus is None:
-        if packer in _SPREADS_BLINDLY:
-            chosen = Judged(packer=chosen, judge=reporting)
-        most = min(most_gpus, len(demand.adapters))
-        gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
-    else:
-        gpus = chosen.pack(demand, num_gpus)
+        leaves_room = judge is None and isinstance(
+            default_judge(profile, demand, objective), SteadyStateJudge
+        )
+        headroom = 0.0 if leaves_room else DEFAULT_HEADROOM
+    if packer in BASELINES:
+        headroom = 0.0
+    wanted = with_headroom(demand, headroom)
+    try:
+        gpus = _packed(wanted, profile, packer, num_gpus, most_gpus, judge, objective, report)
+    except PlanError as error:
+        if headroom > 0:
+            error.args = (f"{error} (rates are taken {headroom:.0%} higher, by --headroom)",)
+        raise
     return Plan(
-        gpus=gpus,
+        gpus=gpus if headroom == 0 else without_headroom(gpus, demand),
         profile=profile_name,
         packer=packer,
         prompt_tokens=demand.prompt_tokens,
         output_tokens=demand.output_tokens,
         objective=objective,
     )
+
+
+def _packed(
+    demand: Demand,
+    profile: Profile,
+    packer: str,
+    num_gpus: int | None,
+    most_gpus: int,
+    trained: Judge | None,
+    objective: Objective,
+    report: Callable[[float], None],
+) -> tuple[GpuPlan, ...]:
+    """Return the plan of a packer. `trained`: a surrogate; None for the judge that needs no training."""
+    has_slots = not isinstance(profile, CostModel)
+    judge = trained or default_judge(profile, demand, objective)
+    is_quick = not isinstance(judge, TwinJudge)
+    asked = judge if is_quick else ReportingJudge(judge, len(demand.adapters), report)
+    most_judgements = _MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS
+    chosen = packer_of(packer, profile, demand, asked, most_judgements=most_judgements)
+    if packer in ("least-rate", "random") and trained is None:  # surrogates know nothing of single adapters
+        check_hardest(demand, asked, has_slots=has_slots)
+    if num_gpus is None:
+        if packer in _SPREADS_BLINDLY:
+            chosen = Judged(packer=chosen, judge=asked)
+        most = min(most_gpus, len(demand.adapters))
+        gpus = least_gpus(chosen, demand, most, at_least=_fewest(packer, profile, demand))
+    else:
+        gpus = chosen.pack(demand, num_gpus)
+    if packer == "improved" and trained is not None:
+        reporting = ReportingJudge(TwinJudge(profile, demand), len(demand.adapters), report)
+        gpus = improve(gpus, demand, reporting, most_judgements=0)
+        if num_gpus is not None and len(gpus) > num_gpus:
+            raise NotEnoughGpusError(
+                f"{num_gpus} GPUs are too few: the twin finds some starving, and {len(gpus)} would do; give "
+                "more GPUs",
+                num_needed=len(gpus),
+            )
+    return gpus
 
 
 def default_judge(profile: Profile, demand: Demand, objective: Objective = NO_LIMITS) -> Judge:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.objectives import NO_LIMITS, Objective
+
+SLOT_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank; 1, which only its latest releases take, is left out."""
+
+
+def slot_rank(max_rank: int) -> int:
+    """Return the rank of vLLM's slots that hold adapters up to this one. There are none for ranks beyond the
+    largest, which is returned as it is."""
+    return next((rank for rank in SLOT_RANKS if rank >= max_rank), max_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +35,11 @@ class GpuPlan:
     @property
     def max_rank(self) -> int:
         return max((each.rank for each in self.adapters), default=0)
+
+    @property
+    def slot_rank(self) -> int:
+        """The rank that its slots have room for."""
+        return slot_rank(self.max_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

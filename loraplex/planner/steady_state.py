@@ -62,7 +62,8 @@ class SteadyStateJudge:
         rates, ranks = rates_and_ranks(adapters)
         offered_tok_s = float(rates.sum()) * self.request_tokens
         most_tok_s = self.most_tok_s(rates, ranks)
-        return Verdict(min(offered_tok_s, most_tok_s), most_tok_s < STARVED_BELOW * offered_tok_s)
+        is_starved = most_tok_s == 0.0 or most_tok_s < STARVED_BELOW * offered_tok_s
+        return Verdict(min(offered_tok_s, most_tok_s), is_starved)
 
     def fits(self, max_rank: int, num_slots: int) -> bool:
         """See `Judge`. Adapters share the memory as they are used."""
@@ -73,7 +74,7 @@ class SteadyStateJudge:
         total_rps = float(rates_rps.sum())
         shares = rates_rps / total_rps if total_rps > 0 else np.full(len(rates_rps), 1 / len(rates_rps))
         sizes = self._memory.table_bytes + ranks * self._rank_bytes
-        if not self._room_for(float(sizes.max())):
+        if self._room_for(float(sizes.max())) < 1.0:
             return 0.0
         num_running = float(MAX_RUNNING)
         for _ in range(2):  # the fewer requests run, the fewer adapters take memory from them

@@ -16,6 +16,7 @@ from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.features import FEATURE_NAMES, MAX_SIZE, SUM_RATE, Features, slot_features
 from loraplex.planner.judge import Verdict
+from loraplex.planner.plan import slot_rank
 from loraplex.planner.trained_on import TrainedOn, fingerprint
 from loraplex.planner.trees import Forest, forest_value
 from loraplex.twin.outcome import STARVED_BELOW
@@ -115,7 +116,7 @@ class SurrogateJudge:
         return Verdict(found.throughput_tok_s, found.is_starved)
 
     def fits(self, max_rank: int, num_slots: int) -> bool:
-        return self._memory.predict(num_slots=num_slots, max_rank=max_rank) > 0
+        return self._memory.predict(num_slots=num_slots, max_rank=slot_rank(max_rank)) > 0
 
     def outside_range(self) -> list[str]:
         """Return in words what was asked for outside the training range; nothing if all was within."""

@@ -12,7 +12,7 @@ from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Verdict
 from loraplex.planner.objectives import NO_LIMITS, Objective
-from loraplex.planner.plan import GpuPlan
+from loraplex.planner.plan import GpuPlan, slot_rank
 from loraplex.planner.traffic import LengthsOf, draw_requests, longest_request
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.replay import ReplayOptions, replay
@@ -75,13 +75,15 @@ def run_gpu(
     """Simulate a GPU for so many seconds, and return its figures."""
     requests = draw_requests(demand, gpu.adapters, duration_s=duration_s, seed=seed, lengths=lengths)
     offered_tok_s = sum(each.prompt_tokens + each.output_tokens for each in requests) / duration_s
-    if not requests:
-        return GpuFigures(fits=True, offered_tok_s=0.0, served_tok_s=0.0)
+    is_idle = not requests
+    if is_idle and gpu.adapters:  # one short request on the largest tells whether they fit its memory
+        largest = max(range(len(gpu.adapters)), key=lambda number: gpu.adapters[number].rank)
+        requests = [WorkloadRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=1, adapter=largest)]
     options = ReplayOptions(
         num_adapters=len(gpu.adapters),
         ranks=tuple(each.rank for each in gpu.adapters),
         num_slots=gpu.num_slots,
-        slot_rank=None if gpu.num_slots is None else gpu.max_rank,
+        slot_rank=None if gpu.num_slots is None else gpu.slot_rank,
         until_s=duration_s,
         staged=isinstance(profile, CostModel),
     )
@@ -89,6 +91,8 @@ def run_gpu(
         outcome = replay(profile, requests, options)
     except CapacityError:
         return GpuFigures(fits=False, offered_tok_s=offered_tok_s, served_tok_s=0.0)
+    if is_idle:
+        return GpuFigures(fits=True, offered_tok_s=0.0, served_tok_s=0.0)
     summary = outcome.summary()
     ttft = summary["ttft_s"] or {}
     return GpuFigures(
@@ -152,4 +156,4 @@ class TwinJudge:
         """See `Judge`. An engine without slots shares its memory as it goes."""
         if isinstance(self._profile, CostModel):
             return True
-        return self._profile.memory.predict(num_slots=num_slots, max_rank=max_rank) > 0
+        return self._profile.memory.predict(num_slots=num_slots, max_rank=slot_rank(max_rank)) > 0

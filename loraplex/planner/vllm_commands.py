@@ -9,11 +9,9 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from loraplex.planner.demand import PlanError
-from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.plan import SLOT_RANKS, GpuPlan, Plan
 
 FIRST_PORT: Final = 8000
-_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank; 1, which only its latest releases take, is left out."""
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@-]*")
 """Names and paths that vLLM splits rightly at the '='; others are written as JSON."""
 _PER_LINE: Final = " \\\n    "
@@ -37,17 +35,17 @@ def _command(number: int, gpu: GpuPlan, *, model: str, adapters_dir: str, port: 
             "the plan is for loraplex's own engine, which has no slots to set; apply it to a running fleet "
             "(`loraplex plan apply PLAN --base-url URL`), or make one with a profile of vLLM"
         )
-    rank = next((rank for rank in _RANKS if rank >= gpu.max_rank), None)
-    if rank is None:
+    if gpu.slot_rank not in SLOT_RANKS:
         largest = max(gpu.adapters, key=lambda each: each.rank)
         raise PlanError(
-            f"adapter {largest.name!r} has rank {largest.rank}, and vLLM serves ranks up to {_RANKS[-1]}; "
-            "leave it out of the demand, and make the plan again"
+            f"adapter {largest.name!r} has rank {largest.rank}, and vLLM serves ranks up to "
+            f"{SLOT_RANKS[-1]}; leave it out of the demand, and make the plan again"
         )
     num_held = max(gpu.num_slots, len(gpu.adapters))
     words = [
         f"CUDA_VISIBLE_DEVICES={number} vllm serve {shlex.quote(model)} --port {port}",
-        f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {rank} --max-cpu-loras {num_held}",
+        f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {gpu.slot_rank} "
+        f"--max-cpu-loras {num_held}",
         "--lora-modules",
     ]
     modules = [_module(each.name, str(PurePosixPath(adapters_dir) / each.name)) for each in gpu.adapters]

@@ -64,8 +64,8 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> list[StructuredOu
     any_object = [StructuredOutput(OutputKind.JSON_OBJECT, param=param)] if given.json_object else []
     if given == StructuredOutputs():
         raise InvalidRequestError(
-            "structured_outputs says nothing; give json, json_object, regex, choice or grammar in it, or leave "
-            "it out",
+            "structured_outputs says nothing; give json, json_object, regex, choice or grammar in it, or "
+            "leave it out",
             param=param,
         )
     return [
