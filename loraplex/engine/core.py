@@ -371,7 +371,7 @@ class Engine:
             finish_reason=update.finish_reason,
             stop_token_id=update.stop_token_id,
             error=update.error,
-            error_param=update.error_param,
+            error_param=update.error_param or result.failed_params.get(request_id),
         )
 
     def _end(self, request_id: str) -> None:

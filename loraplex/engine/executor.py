@@ -38,13 +38,15 @@ class StepResult:
     """Results by request id: sampled tokens, their log-probabilities where requested, and failures.
 
     `prompt_logprobs`: the part computed in this step: one entry for each prompt token after the first whose
-    preceding token is in the chunk. `device_s`: seconds that the step took on its device, None without one.
+    preceding token is in the chunk. `failed_params`: the request's field at fault, where one is. `device_s`:
+    seconds that the step took on its device, None without one.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    failed_params: dict[str, str] = field(default_factory=dict)
     device_s: float | None = None
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
-from loraplex.engine.schema_rules import ascii_classes, closed_schema
+from loraplex.engine.schema_rules import ascii_classes, closed_schema, ends_in_escape
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -34,6 +34,14 @@ up to max_tokens."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 _CACHED_GRAMMARS: Final = 64
 _SILENT: Final = 0
+_PROBED_TOKENS: Final = 2
+"""Tokens for which masks are computed beside the steps, before an answer begins: limits that a grammar exceeds
+show there."""
+_FIRST_FUEL: Final = 250_000
+_STEP_FUEL: Final = 50_000
+_MOST_STATES: Final = 100_000
+"""Work of llguidance's lexer that a grammar may cause in all, and for one token. All requests of a step wait
+for the latter: less than a tenth of a second, and a millisecond for most schemas."""
 _NAMES: Final = {
     OutputKind.JSON: "JSON schema",
     OutputKind.JSON_OBJECT: "JSON schema",
@@ -116,7 +124,18 @@ class AnswerGrammar:
         self.has_ended = False
         """True once it has its end token. Any token may follow, as none is read."""
         for token_id in output_token_ids:
-            self.accept(token_id)
+            if self.has_ended or not self.matcher.consume_token(token_id):
+                raise InvalidRequestError(
+                    f"output_token_ids are not the beginning of an answer that follows {wanted.param}; leave "
+                    "one of them out",
+                    param="output_token_ids",
+                )
+            self.has_ended = token_id in eos_token_ids
+        if self.has_ended:
+            raise InvalidRequestError(
+                "output_token_ids are an answer that has ended; leave out its end token",
+                param="output_token_ids",
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AnswerGrammar, self._origin
@@ -127,7 +146,12 @@ class AnswerGrammar:
         if self.has_ended or not self.matcher.is_error():
             return None
         _, wanted, _, _ = self._origin
-        return f"the answer cannot go on as {wanted.param} asks: {_first_line(self.matcher.get_error())}"
+        return f"the answer cannot go on as {wanted.param} asks: {_reason(self.matcher.get_error())}"
+
+    @property
+    def param(self) -> str:
+        """The field of the request that asked for it."""
+        return self._origin[1].param
 
     def accept(self, token_id: int) -> None:
         """Go on after this token."""
@@ -152,7 +176,7 @@ def allowed_bits(grammars: Sequence[AnswerGrammar]) -> npt.NDArray[np.int64]:
 @lru_cache(maxsize=_CACHED_GRAMMARS)
 def _compiled(grammars: Grammars, wanted: StructuredOutput, eos_token_ids: tuple[int, ...]) -> LLMatcher:
     """Return the state of an answer that has not begun, to be copied."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     if not eos_token_ids:
         raise InvalidRequestError(
@@ -160,10 +184,33 @@ def _compiled(grammars: Grammars, wanted: StructuredOutput, eos_token_ids: tuple
             param=wanted.param,
         )
     tokenizer = _tokenizer(grammars, eos_token_ids)
-    matcher = LLMatcher(tokenizer, _grammar_of(wanted), log_level=_SILENT)
+    limits = LLParserLimits(
+        initial_lexer_fuel=_FIRST_FUEL,
+        step_lexer_fuel=_STEP_FUEL,
+        max_lexer_states=_MOST_STATES,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, _grammar_of(wanted), log_level=_SILENT, limits=limits)
     if matcher.is_error():
         raise _refused(wanted, matcher.get_error())
+    _probe(matcher.deep_copy(), wanted, tokenizer)
     return matcher
+
+
+def _probe(matcher: LLMatcher, wanted: StructuredOutput, tokenizer: LLTokenizer) -> None:
+    """Raise InvalidRequestError if an answer cannot begin, or only with more work than it may cause."""
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    for _ in range(_PROBED_TOKENS):
+        bits = allocate_token_bitmask(1, tokenizer.vocab_size)
+        fill_next_token_bitmask(matcher, bits)
+        if matcher.is_error():
+            raise _refused(wanted, matcher.get_error())
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        going_on = [token_id for token_id in allowed.tolist() if token_id not in tokenizer.eos_tokens]
+        if not going_on:
+            return
+        matcher.consume_token(going_on[-1])
 
 
 @lru_cache(maxsize=4)
@@ -201,6 +248,8 @@ def _grammar_of(wanted: StructuredOutput) -> str:
                 return LLMatcher.grammar_from_json_schema(
                     schema, overrides={"whitespace_pattern": _WHITESPACE}
                 )
+            case OutputKind.REGEX if ends_in_escape(wanted.text):
+                raise ValueError("it ends in a backslash that escapes nothing")
             case OutputKind.REGEX:
                 return grammar_from("regex", ascii_classes(wanted.text))
             case OutputKind.CHOICE:
@@ -213,9 +262,18 @@ def _grammar_of(wanted: StructuredOutput) -> str:
 
 def _refused(wanted: StructuredOutput, reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{wanted.param}: {_first_line(reason)}; correct the {_NAMES[wanted.kind]}", param=wanted.param
+        f"{wanted.param}: {_reason(reason)}; correct the {_NAMES[wanted.kind]}", param=wanted.param
     )
 
 
-def _first_line(message: str) -> str:
-    return message.partition("\n")[0].rstrip(":. ")
+def _reason(message: str) -> str:
+    """Return in one line what llguidance says."""
+    if "NoExtension" in message:
+        return "no text follows it"
+    if message.startswith("panic"):
+        return "it is not supported"
+    if message.startswith(("lexer error", "parser error")):
+        return "it takes too much work; make repetitions and lengths smaller"
+    lines = message.splitlines() or [""]
+    found = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return found.rstrip(":. ")

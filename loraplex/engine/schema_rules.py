@@ -49,6 +49,11 @@ def ascii_classes(pattern: str) -> str:
     return "".join(parts)
 
 
+def ends_in_escape(pattern: str) -> bool:
+    """Return whether a regular expression ends in a backslash that escapes nothing."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
 def _has_many_parts(schema: Any) -> bool:
     if isinstance(schema, dict):
         return any(key in _MANY_PARTS or _has_many_parts(value) for key, value in schema.items())

@@ -196,6 +196,8 @@ class TorchExecutor:
         for request_id, state, chosen in zip(request_ids, states, sample(logits_LV, states), strict=True):
             if chosen.token_id is None:
                 result.failures[request_id] = chosen.error or not_finite(plan, request_id, self._dtype)
+                if chosen.error is not None and state.grammar is not None:
+                    result.failed_params[request_id] = state.grammar.param
                 continue
             state.accept(chosen.token_id)
             result.tokens[request_id] = chosen.token_id

@@ -41,11 +41,10 @@ def _command(number: int, gpu: GpuPlan, *, model: str, adapters_dir: str, port: 
             f"adapter {largest.name!r} has rank {largest.rank}, and vLLM serves ranks up to "
             f"{SLOT_RANKS[-1]}; leave it out of the demand, and make the plan again"
         )
-    num_held = max(gpu.num_slots, len(gpu.adapters))
+    rank, num_held = gpu.slot_rank, max(gpu.num_slots, len(gpu.adapters))
     words = [
         f"CUDA_VISIBLE_DEVICES={number} vllm serve {shlex.quote(model)} --port {port}",
-        f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {gpu.slot_rank} "
-        f"--max-cpu-loras {num_held}",
+        f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {rank} --max-cpu-loras {num_held}",
         "--lora-modules",
     ]
     modules = [_module(each.name, str(PurePosixPath(adapters_dir) / each.name)) for each in gpu.adapters]

@@ -167,7 +167,9 @@ class EngineLoop:
                 except LoraplexError as error:
                     self._send(Rejected(request.request_id, ErrorInfo.of(error)))
                 else:
-                    self._queued.append(EngineOutput(request_id=request.request_id))
+                    # What structured output asks for may still be refused, once it is compiled.
+                    if request.params.structured_output is None:
+                        self._queued.append(EngineOutput(request_id=request.request_id))
             case Cancel(request_id):
                 core.cancel(request_id)
             case AddAdapter(spec, holders):

@@ -190,7 +190,8 @@ def test_what_only_the_engine_can_refuse_ends_the_request(engine: Engine) -> Non
         (OutputKind.JSON, "nope", "correct the JSON schema"),
         (OutputKind.JSON, '{"type":"array","items":' * 2000 + "{}" + "}" * 2000, "recursion"),
         (OutputKind.REGEX, "a(", "correct the regular expression"),
-        (OutputKind.REGEX, "(?=a)b", "correct the regular expression"),
+        (OutputKind.REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+        (OutputKind.REGEX, "abc\\", "a backslash that escapes nothing"),
         (OutputKind.GRAMMAR, 'start: "a" | x', "correct the grammar"),
         (OutputKind.GRAMMAR, "", "correct the grammar"),
     ],
@@ -201,6 +202,40 @@ def test_what_no_answer_can_follow_is_refused(llm: LLM, kind: OutputKind, text: 
         llm.generate("Hello", params=params)
     assert refused.value.param == "structured_outputs"
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (OutputKind.REGEX, "a{1000000000}", "too much work; make repetitions and lengths smaller"),
+        (OutputKind.REGEX, "a{100000}", "too much work"),
+        (OutputKind.REGEX, "(((((x{50}){50}){50}){50}){50})", "too much work"),
+        (OutputKind.GRAMMAR, 'start: "a"{100000}', "too much work"),
+        (OutputKind.JSON, '{"$ref": "#"}', "no text follows it"),
+        (OutputKind.REGEX, r"[^\s\S]", "no text follows it"),
+        (OutputKind.GRAMMAR, "start: start", "no text follows it"),
+        (OutputKind.GRAMMAR, 'start: a b\na[lazy]: /.*/\nb: "x"', "not supported"),
+    ],
+)
+def test_what_only_shows_with_the_first_tokens_is_refused_before_an_answer(
+    engine: Engine, kind: OutputKind, text: str, words: str
+) -> None:
+    engine.add_request(request("a", StructuredOutput(kind, text, param="guided_regex")))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    [output] = outputs
+    assert (output.finish_reason, output.error_param) == (FinishReason.ERROR, "guided_regex")
+    assert words in (output.error or "")
+
+
+@pytest.mark.parametrize("begun", [(92,), (2,), (67, 68, 2)])
+def test_an_answer_begun_otherwise_is_refused(engine: Engine, begun: tuple[int, ...]) -> None:
+    engine.add_request(request("a", StructuredOutput(OutputKind.REGEX, "[a-c]{2,9}"), begun))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert [each.error_param for each in outputs] == ["output_token_ids"]
 
 
 def test_limits_and_contradictions_are_refused() -> None:

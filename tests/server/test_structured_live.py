@@ -62,5 +62,9 @@ def test_streams_and_other_requests_are_served_beside_it(url: str) -> None:
         free = client.completions.create(model="poet", prompt="the dog", max_tokens=20)
         assert "".join(chunk.choices[0].text for chunk in structured) in ("a b", "c")
         assert free.choices[0].text not in ("a b", "c")
-        with pytest.raises(openai.BadRequestError, match="correct the regular expression"):
-            client.completions.create(model="tiny", prompt="x", extra_body={"guided_regex": "("})
+        for refused in ("(", "a{1000000000}"):
+            for stream in (False, True):
+                with pytest.raises(openai.BadRequestError, match="correct the regular expression"):
+                    client.completions.create(
+                        model="tiny", prompt="x", stream=stream, extra_body={"guided_regex": refused}
+                    )

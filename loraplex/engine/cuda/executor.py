@@ -311,6 +311,7 @@ class CudaExecutor:
             runs_ahead=chosen.on_device,
             logprobs=chosen.logprobs,
             failures=chosen.failures,
+            failed_params=chosen.failed_params,
             prompt_logprobs=prompt_logprobs,
             assist=self._assist,
         )

@@ -17,8 +17,8 @@ from loraplex.scheduling.plan import StepPlan
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFlight:
     """A step in flight: its (token, finite) pairs are being copied to the host. `failures`: reasons why
-    requests have no token, though it is finite. `begun`: the moment from
-    which the device could compute it, which is not before the end of the step before."""
+    requests have no token, though it is finite; `failed_params`: the fields that are these reasons. `begun`:
+    the moment from which the device could compute it, which is not before the end of the step before."""
 
     plan: StepPlan
     dtype: torch.dtype
@@ -29,6 +29,7 @@ class CudaFlight:
     runs_ahead: bool
     logprobs: dict[str, TokenLogprob]
     failures: dict[str, str]
+    failed_params: dict[str, str]
     prompt_logprobs: dict[str, list[TokenLogprob]]
     assist: CpuAssist | None = None
 
@@ -39,7 +40,8 @@ class CudaFlight:
         result = StepResult(
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            failures=self.failures,
+            failures=dict(self.failures),
+            failed_params=self.failed_params,
             device_s=self.done.seconds_since(self.begun),
         )
         for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):

@@ -11,7 +11,7 @@ waits for that step and computes the masks while the device is busy with this on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,11 +27,12 @@ from loraplex.engine.sampler import SamplingState, allowed_by_row, as_booleans, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """Log-probabilities of a step's tokens, requests that have no token and why, and whether all tokens were
-    chosen on the device."""
+    """Log-probabilities of a step's tokens, requests that have no token and why, with the field at fault, and
+    whether all tokens were chosen on the device."""
 
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    failed_params: dict[str, str] = field(default_factory=dict)
     on_device: bool = True
 
 
@@ -61,14 +62,15 @@ class TokenChoice:
         """Replace the greedy tokens of requests that are not greedy, have a grammar, or need the host.
         `sampling`: the logit row of each request (`BuiltBatch`)."""
         self._read_last()
-        failures: dict[str, str] = {}
+        found = Chosen()
         likeliest: list[str] = []
         drawn: list[str] = []
         by_host: list[str] = []
         for request_id in sampling:
             state = self.states[request_id]
             if state.grammar is not None and state.grammar.error is not None:
-                failures[request_id] = state.grammar.error
+                found.failures[request_id] = state.grammar.error
+                found.failed_params[request_id] = state.grammar.param
             elif not stays_on_device(state):
                 by_host.append(request_id)
             elif not state.params.greedy:
@@ -79,10 +81,11 @@ class TokenChoice:
             self._choose_on_device(sampling, output, likeliest, drawn)
         chosen = [(each, self.states[each]) for each in (*likeliest, *drawn)]
         self._with_grammar = [each for each in chosen if each[1].grammar is not None]
-        logprobs = self._choose_by_host(sampling, output, by_host) if by_host else {}
+        if by_host:
+            found.logprobs.update(self._choose_by_host(sampling, output, by_host))
         for request_id in sampling.keys() - set(by_host):
             self.states[request_id].num_output += 1
-        return Chosen(logprobs=logprobs, failures=failures, on_device=not by_host)
+        return replace(found, on_device=not by_host)
 
     def sent(self, request_ids: Sequence[str], tokens_L2: torch.Tensor, done: Moment) -> None:
         """Note where the host finds the tokens of the step just launched, once it is done."""
