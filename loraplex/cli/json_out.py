@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from loraplex.core.errors import StorageError
+from loraplex.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,16 +91,7 @@ def save_picture(path: Path, figure: Figure) -> None:
 
 def _save(path: Path, data: bytes) -> None:
     try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)
-            return
-        path = path.resolve()  # write the file that a link points to, not the link
-        unfinished = path.with_name(f".{path.name}.new")
-        try:
-            unfinished.write_bytes(data)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)  # gone already if the replacement succeeded
+        write_whole(path, data)
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}); make room, or name another"

@@ -35,8 +35,8 @@ _ANY_OBJECT: Final = '{"type": "object"}'
 _CACHED_GRAMMARS: Final = 64
 _SILENT: Final = 0
 _PROBED_TOKENS: Final = 2
-"""Tokens for which masks are computed beside the steps, before an answer begins: limits that a grammar exceeds
-show there."""
+"""Tokens for which masks are computed beside the steps, before an answer begins: limits that a grammar
+exceeds show there."""
 _FIRST_FUEL: Final = 250_000
 _STEP_FUEL: Final = 50_000
 _MOST_STATES: Final = 100_000
