@@ -5,7 +5,7 @@ Imports are deferred until a command runs, to keep `--help` fast.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import typer
 
@@ -22,7 +22,14 @@ _FEW: Final = 100
 """Number of requests below which rates are too uncertain to go unmentioned."""
 
 
-def measured_demand(url: str, api_key: str | None) -> Demand:
+class Measured(NamedTuple):
+    """A measured demand. `is_rough`: rates are of few requests."""
+
+    demand: Demand
+    is_rough: bool
+
+
+def measured_demand(url: str, api_key: str | None) -> Measured:
     """Return the demand of the last half hour; says on stderr what a plan for it leaves out. Adapters without
     requests are in it, with a rate of zero.
 
@@ -39,7 +46,7 @@ def measured_demand(url: str, api_key: str | None) -> Demand:
             "that there is no demand to plan for; send it traffic first, or give a table with --adapters"
         )
     _warn_of(found)
-    return Demand(
+    demand = Demand(
         adapters=tuple(
             AdapterDemand(name=each.name, rank=each.rank, rate_rps=each.requests / found.seconds)
             for each in found.data
@@ -47,10 +54,15 @@ def measured_demand(url: str, api_key: str | None) -> Demand:
         prompt_tokens=max(found.prompt_tokens, 1.0),
         output_tokens=max(found.output_tokens, 1.0),
     )
+    return Measured(demand, is_rough=_num_requests(found) < _FEW)
+
+
+def _num_requests(found: DemandInfo) -> int:
+    return sum(each.requests for each in found.data)
 
 
 def _warn_of(found: DemandInfo) -> None:
-    total = sum(each.requests for each in found.data)
+    total = _num_requests(found)
     if total < _FEW:
         typer.echo(
             f"the server has seen {total} requests for adapters within {in_words(found.seconds)}: the rates "

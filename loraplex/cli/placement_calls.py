@@ -67,11 +67,10 @@ def check_num_gpus(plan: Plan, replicas: list[int]) -> None:
     if num_gpus == num_replicas:
         return
     # Packers that fill one GPU after the other leave the rest out of the plan.
-    packer = " --packer least-rate" if num_gpus < num_replicas else ""
     raise UserError(
         f"the plan is for {num_gpus} {plural('GPU', num_gpus)}, and the fleet has {num_replicas} "
         f"{plural('replica', num_replicas)}; make one for as many (`loraplex plan make --gpus "
-        f"{num_replicas}{packer}`), or change the fleet (`loraplex fleet scale {num_gpus}`)"
+        f"{num_replicas} --packer least-rate`), or change the fleet (`loraplex fleet scale {num_gpus}`)"
     )
 
 

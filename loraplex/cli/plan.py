@@ -14,7 +14,7 @@ from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.plan_demand import asked_demand, check_finite
-from loraplex.cli.plan_show import figures_of, show_alternatives, show_plan, warn
+from loraplex.cli.plan_show import figures_of, show_adapters, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
 from loraplex.cli.plan_watch import watch
 from loraplex.cli.server_calls import ApiKey
@@ -164,11 +164,19 @@ def make(
 
 
 @app.command()
-def show(plan: PlanPath) -> None:
-    """Print which GPU serves which adapters."""
+def show(
+    plan: PlanPath,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Also each adapter, with its GPUs, its rank and its rate.")
+    ] = False,
+) -> None:
+    """Print the GPUs of a plan, and with --adapters which of them serves which adapter."""
     from loraplex.planner.plan_file import read_plan
 
-    show_plan(read_plan(plan))
+    read = read_plan(plan)
+    show_plan(read)
+    if adapters:
+        show_adapters(read)
 
 
 @app.command()

@@ -82,6 +82,10 @@ def apply(
 
     read = read_plan(plan)
     if vllm_commands:
+        if dry_run:
+            raise UserError("--vllm-commands changes nothing; leave --dry-run out")
+        if not force:
+            check_serves(read)
         _print_commands(read, model, adapters_dir)
         return
     if model is not None or adapters_dir is not None:
@@ -154,9 +158,13 @@ def show_steps(plan: Plan, present: Placement, steps: list[Step]) -> None:
         print_table(rows, _COLUMNS)
     if len(steps) > _MAX_ROWS:
         typer.echo(f"and {len(steps) - _MAX_ROWS:,} more")
-    cost = cost_of(plan, present, steps)
     if not steps:
         typer.echo("every adapter is on the replicas of the plan already")
+        return
+    try:
+        cost = cost_of(plan, present, steps)
+    except UserError as error:
+        typer.echo(f"what that takes is not known: {error}", err=True)
         return
     typer.echo(
         f"{cost.num_moved:,} {plural('adapter', cost.num_moved)} to move: {cost.num_loads:,} "

@@ -46,7 +46,7 @@ def asked_demand(
         shown_by = "--workload" if from_url is None else "--from"
         raise UserError(f"{shown_by} shows how long requests are; leave --prompt-tokens and the like out")
     if from_url is not None:
-        return measured_demand(from_url, api_key)
+        return measured_demand(from_url, api_key).demand
     if workload is not None:
         return read_workload_demand(workload)
     assert adapters is not None

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from loraplex.planner.plan import Plan
 
 _PER_S: Final = "{:,.0f}".format
+_MUCH_QUICKER: Final = 0.5
+"""Share of the plan's TTFT below which another plan's is pointed out."""
 _MOST_SHOWN: Final = 8
 """GPUs that a line names before it says how many more there are."""
 
@@ -57,6 +59,17 @@ def show_plan(plan: Plan, checked: PlanCheck | None = None, profile: Profile | N
         _say_what_is_wrong(plan, checked)
 
 
+def show_adapters(plan: Plan) -> None:
+    """Print where each adapter is, GPU by GPU."""
+    rows = [
+        {"gpu": number, "adapter": each.name, "rank": each.rank, "req_s": f"{each.rate_rps:.4g}"}
+        for number, gpu in enumerate(plan.gpus)
+        for each in gpu.adapters
+    ]
+    columns = (number_column("gpu", heading="GPU"), text_column("adapter"), number_column("rank"))
+    print_table(rows, [*columns, Column(key="req_s", heading="req/s", kind=str, show=str)])
+
+
 def summary_of(plan: Plan) -> str:
     """Return one line on the plan."""
     num_adapters, num_copies = len(whole_adapters(plan.gpus)), sum(len(gpu.adapters) for gpu in plan.gpus)
@@ -84,6 +97,28 @@ def show_alternatives(checked: PlanCheck, found: Sequence[Alternative]) -> None:
         text_column("found"),
     )
     print_table(rows, columns)
+    if checked.holds and (quicker := _much_quicker(rows)):
+        typer.echo(
+            f"{quicker['plan']} serves this with a TTFT of {quicker['ttft_s'] * 1e3:,.0f} ms instead of "
+            f"{rows[0]['ttft_s'] * 1e3:,.0f}: choose --packer {quicker['plan']}, or give a "
+            "limit by --slo-ttft"
+        )
+
+
+def _much_quicker(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the packer's plan with by far the shortest TTFT on as many GPUs as the first plan; None if there
+    is none."""
+    ours, *others = rows
+    found = [
+        row
+        for row in others
+        if not row["plan"].startswith("one GPU")
+        and row.get("found") == ours["found"]
+        and row.get("gpus", 0) <= ours["gpus"]
+        and row.get("ttft_s") is not None
+        and row["ttft_s"] < _MUCH_QUICKER * (ours["ttft_s"] or 0.0)
+    ]
+    return min(found, key=lambda row: row["ttft_s"], default=None)
 
 
 def figures_of(checked: PlanCheck, profile: Profile, found: Sequence[Alternative] = ()) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def train(
     from loraplex.planner.searches import Search
     from loraplex.planner.surrogate_json import write_surrogate
     from loraplex.planner.traffic import LengthsOf
-    from loraplex.planner.training import train_forest, train_small_tree
+    from loraplex.planner.training import require_scikit_learn, train_forest, train_small_tree
     from loraplex.twin.run_workload import Lengths
 
     found = read_profile_of(profile, None)
@@ -73,6 +73,7 @@ def train(
             "the profile is of an engine without slots; `plan make` computes from it what a GPU serves, "
             "without training"
         )
+    require_scikit_learn()
     simulated = Simulated(
         profile=found,
         profile_name=str(profile),

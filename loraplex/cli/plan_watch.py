@@ -102,10 +102,17 @@ def _look_once(
 
     present = placement_at(base_url, api_key)
     check_num_gpus(plan, present.replicas)
-    demand = _served(measured_demand(base_url, api_key), present)
+    measured = measured_demand(base_url, api_key)
+    demand = _served(measured.demand, present)
     served = served_now(plan, demand, _shares(plan, present))
     with shown_progress("looking at the fleet") as report:
-        look = look_at(plan, served, profile, report=lambda share: report("simulating", share))
+        look = look_at(
+            plan,
+            served,
+            profile,
+            report=lambda share: report("simulating", share),
+            is_rough=measured.is_rough,
+        )
     _show_look(look, present)
     proposal = None
     if hysteresis.acts(look.verdict, look.measured_tok_s):
@@ -193,20 +200,20 @@ def _proposal(
 
 
 def _show_look(look: Look, present: Placement) -> None:
-    from loraplex.planner.watch import Verdict
+    from loraplex.planner.watch import Finding
 
     asked = (
         f"asked for {look.measured_tok_s:,.0f} tokens/s, planned for {look.planned_tok_s:,.0f} "
         f"on {len(look.served.gpus)} {plural('GPU', len(look.served.gpus))}"
     )
     match look.verdict:
-        case Verdict.HOLDS:
+        case Finding.HOLDS:
             found = "the plan holds"
-        case Verdict.TOO_SMALL:
+        case Finding.TOO_SMALL:
             limits = " or miss a limit" if look.served.objective.has_limits else ""
             number = look.num_failing
             found = f"{number} of {len(look.served.gpus)} GPUs starve{limits} in the twin"
-        case Verdict.TOO_LARGE:
+        case Finding.TOO_LARGE:
             found = "fewer GPUs may do"
     typer.echo(f"{_now()} {found}: {asked}")
     if not present.is_given:
@@ -214,7 +221,7 @@ def _show_look(look: Look, present: Placement) -> None:
 
 
 def _show_proposal(plan: Plan, look: Look, proposal: _Proposal | None) -> None:
-    from loraplex.planner.watch import HEADROOM, Verdict
+    from loraplex.planner.watch import HEADROOM, Finding
 
     if proposal is None:
         number = len(plan.gpus)
@@ -231,7 +238,7 @@ def _show_proposal(plan: Plan, look: Look, proposal: _Proposal | None) -> None:
         f"{plural('load', cost.num_loads)} of {cost.num_bytes / 2**20:,.1f} MiB, {cost.longest_s:.2f} s on "
         "the replica with most of them"
     )
-    if look.verdict is Verdict.TOO_SMALL:
+    if look.verdict is Finding.TOO_SMALL:
         gained = proposal.gained_tok_s
         per_gpu_tok_s = look.measured_tok_s / len(plan.gpus)
         worth = f", which outweighs the loads after {in_words(cost.load_s * per_gpu_tok_s / gained)}"

@@ -284,6 +284,7 @@ class Engine:
     def stats(self) -> EngineStats:
         counts = self._executor.read_counts
         stats = self._scheduler.stats(self._num_steps)
+        stats = replace(stats, num_waiting=stats.num_waiting + len(self._compilation))
         if self._costs is not None:
             step, copy = self._costs.lately(CostKind.STEP), self._costs.lately(CostKind.COPY)
             stats = replace(

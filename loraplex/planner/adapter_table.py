@@ -6,7 +6,7 @@ import csv
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from loraplex.planner.demand import MAX_RANK, MAX_RATE_RPS, AdapterDemand, Demand, PlanError
@@ -40,6 +40,11 @@ def _adapter_of(row: Mapping[str, str | None], where: str) -> AdapterDemand:
     name = (row["name"] or "").strip()
     if not name:
         raise PlanError(f"{where}: the adapter has no name; give it one")
+    if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise PlanError(
+            f"{where}: {name!r} is no name of an adapter: it leads out of their folder, or has characters "
+            "that cannot be printed; give it another"
+        )
     rank, rate = (_number(row[column], column, f"{where}, adapter {name!r}") for column in COLUMNS[1:])
     if not rank.is_integer() or not 1 <= rank <= MAX_RANK:
         raise PlanError(

@@ -233,6 +233,14 @@ def _resume(path: Path, file: BinaryIO, header: dict[str, Any]) -> tuple[int, in
         file.flush()
         return 0, None
     found = _header(path, lines)
+    if found.get("trained_on") != header["trained_on"]:
+        known = found.get("trained_on")
+        before = known if isinstance(known, dict) else {}
+        now = header["trained_on"]
+        changed = [
+            f"{key} {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]
+        ]
+        raise DatasetError(f"{path}: it was begun with {'; '.join(changed)}; {_ADVICE}")
     if different := [key for key in header if found.get(key) != header[key]]:
         raise DatasetError(f"{path}: it was begun with another {' and '.join(different)}; {_ADVICE}")
     rows = _rows(path, lines)

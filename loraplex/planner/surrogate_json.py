@@ -1,6 +1,6 @@
 """Surrogates as JSON files, read strictly: a misread threshold would be wrong in every plan.
 
-    {"version": 2, "kind": "planner surrogate", "trained_on": {...},
+    {"version": 3, "kind": "planner surrogate", "trained_on": {...},
      "ranges": {"served_adapters": [8.0, 384.0], ...}, "units": {...},
      "in_logarithms": true, "throughput": {"num_trees": 300, "num_nodes": 9172, "nodes": BASE64},
      "starvation": {...} or null, "accuracy": {...}, "environment": {...}}
@@ -33,7 +33,7 @@ from loraplex.planner.trained_on import TrainedOn
 from loraplex.planner.trees import LEAF, Forest
 from loraplex.twin.slot_state import Floats
 
-VERSION: Final = 2
+VERSION: Final = 3
 KIND: Final = "planner surrogate"
 _ADVICE: Final = "train it again with `loraplex plan train`"
 _MAX_FILE_BYTES: Final = 1 << 30

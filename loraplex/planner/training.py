@@ -126,7 +126,7 @@ def _with_accuracy(dataset: Dataset, fit: Callable[[Dataset], Surrogate], *, is_
 def capacity_forest(rows: Dataset) -> Surrogate:
     """Return boosted trees of what a GPU serves at most."""
     _check(rows)
-    _models(ModelKind.FOREST)  # says so if scikit-learn is missing
+    require_scikit_learn()
     model = capacity.fit_boosted(rows)
     first = float(model.init_.constant_[0, 0])
     times = len(model.estimators_) * model.learning_rate
@@ -225,13 +225,18 @@ def _check(rows: Dataset) -> None:
         )
 
 
+def require_scikit_learn() -> None:
+    """Raise NoTrainerError where scikit-learn is missing, before anything is simulated for it."""
+    _models(ModelKind.FOREST)
+
+
 def _models(kind: ModelKind) -> tuple[Any, Any]:
     """Return a regressor and a classifier. Only distances and kernels need features of the same scale."""
     try:
         from sklearn import ensemble, neighbors, pipeline, preprocessing, svm
     except ImportError as error:
         raise NoTrainerError(
-            f"training needs scikit-learn ({error}); install it with `pip install 'loraplex[planner]'`"
+            f"training needs scikit-learn ({error}); install it: pip install scikit-learn"
         ) from error
     match kind:
         case ModelKind.FOREST:

@@ -41,7 +41,7 @@ _SEARCH_AGAIN_BELOW: Final = 0.9
 """Share of the last search's traffic below which fewer GPUs are looked for again."""
 
 
-class Verdict(StrEnum):
+class Finding(StrEnum):
     """The result of a look at a fleet."""
 
     HOLDS = "holds"
@@ -56,22 +56,22 @@ class Hysteresis:
 
     def __init__(self, num_looks: int = NUM_LOOKS) -> None:
         self._num_looks = num_looks
-        self._last = Verdict.HOLDS
+        self._last = Finding.HOLDS
         self._num_same = 0
         self._searched_tok_s: float | None = None  # traffic for which fewer GPUs were looked for last
 
-    def acts(self, verdict: Verdict, measured_tok_s: float) -> bool:
+    def acts(self, verdict: Finding, measured_tok_s: float) -> bool:
         """Record a look's verdict, and return whether it is time to plan again."""
         self._num_same = self._num_same + 1 if verdict is self._last else 1
         self._last = verdict
         match verdict:
-            case Verdict.HOLDS:
+            case Finding.HOLDS:
                 self._searched_tok_s = None
                 return False
-            case Verdict.TOO_SMALL:
+            case Finding.TOO_SMALL:
                 self._searched_tok_s = None
                 return self._num_same == self._num_looks
-            case Verdict.TOO_LARGE:
+            case Finding.TOO_LARGE:
                 if self._num_same < self._num_looks:
                     return False
                 searched = self._searched_tok_s
@@ -117,7 +117,7 @@ class Look:
     """One look at a fleet. `served`: see `served_now`. `checked`: the GPUs that are asked for more than
     planned, simulated with the measured demand; None if there are none."""
 
-    verdict: Verdict
+    verdict: Finding
     served: Plan
     planned_tok_s: float
     measured_tok_s: float
@@ -131,9 +131,15 @@ class Look:
 
 
 def look_at(
-    plan: Plan, served: Plan, profile: Profile, report: Callable[[float], None] = lambda share: None
+    plan: Plan,
+    served: Plan,
+    profile: Profile,
+    report: Callable[[float], None] = lambda share: None,
+    *,
+    is_rough: bool = False,
 ) -> Look:
-    """Judge what a fleet serves by the plan that it was given."""
+    """Judge what a fleet serves by the plan that it was given. `is_rough`: too few requests were counted to
+    say that the plan is too large: the fleet may just have started."""
     planned, measured = _tok_s(plan), _tok_s(served)
     more = [
         gpu
@@ -146,16 +152,16 @@ def look_at(
             replace(served, gpus=tuple(more)), profile, seeds=SEEDS, duration_s=LOOKED_S, report=report
         )
     look = Look(
-        verdict=Verdict.HOLDS,
+        verdict=Finding.HOLDS,
         served=served,
         planned_tok_s=sum(planned),
         measured_tok_s=sum(measured),
         checked=checked,
     )
     if look.num_failing:
-        return replace(look, verdict=Verdict.TOO_SMALL)
-    if len(plan.gpus) > 1 and sum(measured) < SMALL_SHARE * sum(planned):
-        return replace(look, verdict=Verdict.TOO_LARGE)
+        return replace(look, verdict=Finding.TOO_SMALL)
+    if not is_rough and len(plan.gpus) > 1 and sum(measured) < SMALL_SHARE * sum(planned):
+        return replace(look, verdict=Finding.TOO_LARGE)
     return look
 
 
@@ -168,9 +174,11 @@ def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan
     )
     num_gpus = len(plan.gpus)
     packer = plan.packer if plan.packer in PACKERS else "max-pack"
-    make = partial(make_plan, wanted, profile, profile_name=plan.profile, objective=plan.objective)
+    make = partial(
+        make_plan, wanted, profile, profile_name=plan.profile, objective=plan.objective, headroom=0.0
+    )
     least = make(packer=packer, num_gpus=None)
-    if look.verdict is Verdict.TOO_LARGE:
+    if look.verdict is Finding.TOO_LARGE:
         return least if len(least.gpus) < num_gpus else None
     if len(least.gpus) >= num_gpus:
         return least

@@ -182,7 +182,7 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
     if missing := _MISSING_FIELD.search(what):
         name = _join(where, missing[1])
         return InvalidRequestError(f"{name} is missing", param=name)
-    advice = SUPPORTED_VALUES.get(where.rpartition(".")[2])
+    advice = SUPPORTED_VALUES.get(where) or SUPPORTED_VALUES.get(where.rpartition(".")[2])
     if advice is not None and (wrong := _WRONG_VALUE.search(what)):
         value = wrong[1][:_MAX_QUOTED_CHARS]
         return InvalidRequestError(

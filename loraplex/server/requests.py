@@ -282,6 +282,7 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
 them, the error says that it is not supported: that helps more than the expected type."""
 
 SUPPORTED_VALUES: Final[Mapping[str, str]] = {
+    "response_format.type": "send text, json_object or json_schema",
     "role": "send system, developer, user, assistant or tool",
     "type": _TEXT_ONLY,
 }

@@ -23,7 +23,7 @@ PATH = "/v1/demand"
 def test_rates_and_lengths_are_those_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
     answer = demand_of({"a": 0.5, "idle": 0.0}) | {"base_requests": 500}
     with answering({PATH: (200, answer)}) as url:
-        found = measured_demand(url, None)
+        found = measured_demand(url, None).demand
     assert found.adapters == (
         AdapterDemand(name="a", rank=8, rate_rps=0.5),
         AdapterDemand(name="idle", rank=8, rate_rps=0.0),

@@ -107,8 +107,8 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
 
 
 def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
-    out, adapters = tmp_path / "plan.json", table(tmp_path, 64, 0.1)
-    asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out)
+    out, adapters = tmp_path / "plan.json", table(tmp_path, 24, 0.25)
+    asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out, "--no-compare")
     assert make(*asked).exit_code == 0
     num_gpus = len(read_plan(out).gpus)
     made = make(*asked, "--slo-itl", "20ms", "--slo-ttft", "1s")
@@ -164,7 +164,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         (("--adapters", "TABLE", *LENGTHS, "--gpus", "0"), "Invalid value for '--gpus'"),
         (("--adapters", "TABLE", *LENGTHS, "--packer", "max-pak"), "max-pack"),
         (("--adapters", "BUSY", *LENGTHS), "starves a GPU alone"),
-        (("--adapters", "FLOOD", *LENGTHS), "adapter 'a1' starves a GPU alone: its 5e+06 requests/s"),
+        (("--adapters", "FLOOD", *LENGTHS), "adapter 'a1' starves a GPU alone: its 5.25e+06 requests/s"),
         (("--adapters", "FLOOD", *LENGTHS, "--packer", "random"), "adapter 'a1' starves a GPU alone"),
         (
             ("--adapters", "TABLE", "--prompt-tokens", "nan", "--output-tokens", "5"),
@@ -172,7 +172,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
         ),
         (("--adapters", "TABLE", "--prompt-tokens", "1e5", "--output-tokens", "5"), "requests are too long"),
         (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "has no meaning here; write 30ms or 0.03s"),
-        (("--adapters", "MANY", *LENGTHS, "--gpus", "1"), "GPUs would do"),
+        (("--adapters", "MANY", *LENGTHS, "--gpus", "1", "--packer", "max-base"), "GPUs would do"),
     ],
 )
 def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], words: str) -> None:
@@ -251,7 +251,7 @@ def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path
 def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
     dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
     trained = plan(
-        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "300"),
+        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "60"),
         *("--small", "--out", surrogate, "--rules", rules),
     )
     assert trained.exit_code == 0, words_of(trained)

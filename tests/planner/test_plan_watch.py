@@ -22,7 +22,7 @@ from loraplex.planner.move_cost import AdapterSize
 from loraplex.planner.placement_steps import holders_of, placement_of
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import read_plan, write_plan
-from loraplex.planner.watch import Hysteresis, Verdict, with_least_moves
+from loraplex.planner.watch import Finding, Hysteresis, with_least_moves
 
 PLACEMENT, DEMAND = "/v1/fleet/placement", "/v1/demand"
 RATE_RPS = 1.0
@@ -160,14 +160,14 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path, canned: Canned, words: s
 
 def test_a_reason_must_last_and_is_acted_on_once() -> None:
     hysteresis = Hysteresis(num_looks=2)
-    verdicts = [Verdict.TOO_SMALL, Verdict.HOLDS, Verdict.TOO_SMALL, Verdict.TOO_SMALL, Verdict.TOO_SMALL]
+    verdicts = [Finding.TOO_SMALL, Finding.HOLDS, Finding.TOO_SMALL, Finding.TOO_SMALL, Finding.TOO_SMALL]
     assert [hysteresis.acts(each, 100.0) for each in verdicts] == [False, False, False, True, False]
 
 
 def test_fewer_gpus_are_not_looked_for_again_until_traffic_has_fallen_further() -> None:
     hysteresis = Hysteresis(num_looks=2)
     looks = [100.0, 100.0, 95.0, 91.0, 89.0, 85.0]
-    acted = [hysteresis.acts(Verdict.TOO_LARGE, measured) for measured in looks]
+    acted = [hysteresis.acts(Finding.TOO_LARGE, measured) for measured in looks]
     assert acted == [False, True, False, False, True, False]
 
 

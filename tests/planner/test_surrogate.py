@@ -133,7 +133,7 @@ def with_nan(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda document: document.update(version=1), "version 1, this loraplex reads version 2"),
+        (lambda document: document.update(version=1), "version 1, this loraplex reads version 3"),
         (lambda document: document.update(kind="slots"), "kind 'slots', not 'planner surrogate'"),
         (lambda document: document.pop("throughput"), "has no 'throughput'"),
         (lambda document: document.update(more=1), "unknown 'more'"),
@@ -221,4 +221,4 @@ def test_a_surrogate_is_used_without_scikit_learn_torch_and_ray(tmp_path: Path) 
     first, second = done.stdout.splitlines()
     assert first == "345.0"
     assert "training needs scikit-learn" in second
-    assert "pip install 'loraplex[planner]'" in second
+    assert "pip install scikit-learn" in second

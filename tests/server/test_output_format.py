@@ -82,7 +82,11 @@ def test_any_text_is_the_default(api: Api, fields: dict[str, Any]) -> None:
             "response_format",
             "no other type does",
         ),
-        ({"response_format": {"type": "yaml"}}, "response_format.type", ""),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format.type",
+            "send text, json_object or json_schema",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "says nothing"),
         ({"guided_json": ""}, "guided_json", "correct the JSON schema"),
         ({"guided_choice": []}, "guided_choice", ""),

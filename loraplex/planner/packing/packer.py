@@ -68,8 +68,8 @@ def starves_alone(adapter: AdapterDemand, demand: Demand, verdict: Verdict) -> P
         )
     return PlanError(
         f"adapter {adapter.name!r} starves a GPU alone: its {adapter.rate_rps:g} requests/s are "
-        f"{demand.offered_tok_s([adapter]):,.0f} tokens/s, and a GPU serves {served_tok_s:,.0f}; lower its "
-        "rate, split it into several adapters, or take faster GPUs"
+        f"{demand.offered_tok_s([adapter]):,.0f} tokens/s, and a GPU serves {served_tok_s:,.0f}; let "
+        "several GPUs have copies of it (--packer dlora), lower its rate, or take faster GPUs"
     )
 
 

@@ -268,7 +268,7 @@ def test_a_fleet_is_watched(fleet: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_the_fleet_was_asked_for_is_measured(fleet: str) -> None:
     complete(fleet, "two")
-    demand = measured_demand(fleet, None)
+    demand = measured_demand(fleet, None).demand
     assert {each.name: each.rank for each in demand.adapters} == RANKS
     assert all(each.rate_rps > 0 for each in demand.adapters if each.name == "two")
     assert 0 < demand.output_tokens <= 12
