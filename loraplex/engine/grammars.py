@@ -6,6 +6,7 @@ second; the first compilation of a process also reads the tokenizer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
     from loraplex.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _WHITESPACE: Final = r"[ \t\r\n]{0,32}"
@@ -94,8 +97,12 @@ class Grammars:
             thread.shutdown(wait=False)
 
     def _read_tokenizer(self) -> None:
-        if find_spec("llguidance") is not None and self.eos_token_ids and self.tokenizer_file.exists():
+        if find_spec("llguidance") is None or not self.eos_token_ids or not self.tokenizer_file.exists():
+            return
+        try:
             _tokenizer(self, self.eos_token_ids)
+        except ModelError as error:  # all other requests can be served
+            logger.warning("%s; requests that ask for it are refused", error)
 
     def compile(self, request: EngineRequest) -> AnswerGrammar:
         """Return the state of an answer that has the request's `output_token_ids` so far. May take a second.
@@ -119,7 +126,10 @@ class AnswerGrammar:
         refuse_without_llguidance(wanted)
         self._origin = (grammars, wanted, eos_token_ids, tuple(output_token_ids))
         ends = grammars.eos_token_ids or eos_token_ids
-        self.matcher = _compiled(grammars, wanted, ends).deep_copy()
+        try:
+            self.matcher = _compiled(grammars, wanted, ends).deep_copy()
+        except ModelError as error:
+            raise InvalidRequestError(f"{error}; leave {wanted.param} out", param=wanted.param) from error
         self.vocab_size = _tokenizer(grammars, ends).vocab_size
         self.has_ended = False
         """True once it has its end token. Any token may follow, as none is read."""
@@ -227,7 +237,12 @@ def _tokenizer(grammars: Grammars, eos_token_ids: tuple[int, ...]) -> LLTokenize
     backend.no_truncation()
     backend.no_padding()
     num_tokens = max(backend.get_vocab_size(), grammars.vocab_size)
-    return LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=list(eos_token_ids))
+    try:
+        return LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        raise ModelError(
+            f"{grammars.tokenizer_file}: llguidance cannot use it for structured output: {error}"
+        ) from error
 
 
 @lru_cache(maxsize=1)

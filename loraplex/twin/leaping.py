@@ -95,6 +95,8 @@ class LeapingScheduler(Scheduler):
             return False
         if self.batcher.pauses:
             return False  # the requests of the next step have to be chosen
+        if self._config.batching.groups:
+            return False  # whose turn it is depends on the time of each step
         if self._pool.num_locked > 0:  # copies of KV blocks are under way, which free memory when they end
             return False
         return not self.adapters.has_work()

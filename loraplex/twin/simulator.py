@@ -46,7 +46,8 @@ class Simulator:
         leaps: bool = True,
     ) -> None:
         """`leaps`: False to simulate every step by itself, for tests."""
-        is_plain = config.prompts_first or memory.pool.keeps_contents or not leaps
+        # Turns depend on what each running request has left, which the quick scheduler counts by group.
+        is_plain = config.prompts_first or config.batching.groups or memory.pool.keeps_contents or not leaps
         self.scheduler = (TwinScheduler if is_plain else QuickScheduler)(
             config, memory, costs, times.adapter_weight
         )

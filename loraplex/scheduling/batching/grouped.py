@@ -157,9 +157,9 @@ class GroupedQueue(WaitingQueue):
             return
         active.update(each.adapter for each in self._selected)
         num_left = num_tokens - sum(len(each.token_ids) for each in islice(self._selected, num_admissible))
-        expected = self._seen_pace(now_s) or pace()
-        ahead = min(max(int(expected.per_s * _AHEAD_S), 1), _MAX_AHEAD)
-        num_free = self._num_free(num_admissible, ahead, now_s, expected)
+        seen = self._seen_pace(now_s)
+        ahead = 1 if seen is None else min(max(int(seen.per_s * _AHEAD_S), 1), _MAX_AHEAD)
+        num_free = self._num_free(num_admissible, ahead, now_s, seen or pace())
         while self._requests and (
             len(self._selected) < ahead or (num_left > 0 and len(self._selected) < num_admissible + ahead)
         ):

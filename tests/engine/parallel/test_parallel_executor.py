@@ -106,9 +106,9 @@ def test_a_request_without_a_seed_gets_one_for_all_shards(
 ) -> None:
     executor, local, workers = parts
     executor.begin(EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
-    [(_, request)] = local.calls
+    [(_, request, grammar)] = local.calls
     assert request.params.seed is not None
-    assert workers.calls == [(None, "begin", request)]
+    assert workers.calls == [(None, "begin", request, grammar)]
 
 
 def test_a_load_that_hangs_is_pending_again_when_it_has_ended_in_any_shard(
