@@ -76,6 +76,7 @@ def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
     assert [(len(gpu.adapters), gpu.num_slots) for gpu in read_plan(out).gpus] == [(12, None)]
 
 
+@pytest.mark.slow
 def test_copies_of_an_adapter_are_shown_and_checked_as_one(tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", tmp_path / "adapters.csv"
     adapters.write_text("name,rank,rate_rps\nbusy,16,2\nquiet,16,0.1\n")

@@ -97,6 +97,7 @@ def test_a_small_tree_has_few_rules_and_is_not_much_worse(small_tree: Surrogate)
     assert found["starvation_macro_f1"] > 0.85
 
 
+@pytest.mark.slow
 def test_the_papers_small_trees_have_few_rules() -> None:
     found = refine(made_up(), num_jobs=1, max_rules=8)
     assert found.throughput.num_rules <= 8
@@ -112,7 +113,7 @@ def test_rules_of_a_trained_tree_are_the_tree(small_tree: Surrogate) -> None:
         assert values == forest.values(ROWS).tolist()
 
 
-@pytest.mark.parametrize("train_one", [train_forest, train_small_tree])
+@pytest.mark.parametrize("train_one", [pytest.param(train_forest, marks=pytest.mark.slow), train_small_tree])
 def test_the_accuracy_is_on_rows_that_were_held_out(train_one: object) -> None:
     found = train_one(made_up(), num_jobs=1)  # type: ignore[operator]
     assert found.accuracy.keys() == {
@@ -125,6 +126,7 @@ def test_the_accuracy_is_on_rows_that_were_held_out(train_one: object) -> None:
     assert 0.7 < found.accuracy["starvation_macro_f1"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ModelKind.SVM, ModelKind.KNN])
 def test_other_models_are_trained_to_compare_with(kind: ModelKind) -> None:
     rows, held_out = split(made_up())
@@ -133,6 +135,7 @@ def test_other_models_are_trained_to_compare_with(kind: ModelKind) -> None:
     assert found["starvation_macro_f1"] > 0.5
 
 
+@pytest.mark.slow
 def test_training_is_the_same_again(small_tree: Surrogate) -> None:
     again = capacity_trees(made_up())
     assert (again.throughput.number == small_tree.throughput.number).all()

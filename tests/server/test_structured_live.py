@@ -20,7 +20,7 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=["two replicas", "two shards"])
+@pytest.fixture(scope="module", params=["two replicas", pytest.param("two shards", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = tmp_path_factory.mktemp("base")
     base = tiny.save_model(folder, vocab_size=448)

@@ -131,7 +131,7 @@ def test_without_ends_places_go_by_turn() -> None:
     assert ids(list(bench.queue.first(4))) == ["0", "1", "2", "3"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     share=st.sampled_from([0.0, 0.25, 1.0]),
@@ -152,7 +152,7 @@ def test_nobody_waits_longer_than_the_bound_allows(
         assert second - each.arrival <= bound.allowed_s(each.arrival) + SELECTED
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     seconds=st.sampled_from([0.0, 3.0, 20.0]),
