@@ -68,6 +68,7 @@ def test_an_error_says_that_rates_are_taken_for_higher() -> None:
         planned(demand(1, 6.0), judge=TenRequests(), headroom=1.0)
 
 
+@pytest.mark.slow
 def test_the_twin_leaves_room_for_our_own_engine_too() -> None:
     """Only its steady state does so itself, which knows no latency."""
     asked = demand(24, 6.0)

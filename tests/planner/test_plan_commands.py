@@ -69,6 +69,7 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert "0 of 1" in checked.output
 
 
+@pytest.mark.slow
 def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     made = make("--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
@@ -107,6 +108,7 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     assert "starving" in checked.output or "leave no memory" in checked.output
 
 
+@pytest.mark.slow
 def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 24, 0.25)
     asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out, "--no-compare")
@@ -249,6 +251,7 @@ def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path
     assert f"give the one that the plan was made with ({SLOTS})" in words_of(refused)
 
 
+@pytest.mark.slow
 def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
     dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
     trained = plan(

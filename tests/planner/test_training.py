@@ -42,6 +42,7 @@ def small_tree() -> Surrogate:
     return capacity_trees(made_up())
 
 
+@pytest.mark.slow
 def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_path: Path) -> None:
     path = tmp_path / "forest.json"
     write_surrogate(path, forest_surrogate(forest, made_up()))
@@ -55,6 +56,7 @@ def test_a_forests_file_predicts_what_scikit_learn_does(forest: Trained, tmp_pat
     assert starved == forest.starvation.predict(rows).tolist()
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_the_rows(forest: Trained) -> None:
     rows = made_up()
     found = forest_surrogate(forest, rows)

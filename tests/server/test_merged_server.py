@@ -240,6 +240,7 @@ def test_a_request_on_merged_weights_ends_with_them_while_its_adapter_is_replace
     wait_until(lambda: everything_is_free(url), "both versions are free")
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_request_is_paused_takes_nothing_with_it(url: str) -> None:
     expected = {name: complete(url, name, max_tokens=2000 if name == "two" else 12) for name in NAMES}
     with streams(url) as send:

@@ -167,7 +167,7 @@ def test_a_product_that_cannot_be_computed_is_told_to_who_waits() -> None:
             pool.wait(ticket, WAIT_S)
 
 
-@pytest.mark.parametrize("rows_each", [32, 64, 128])
+@pytest.mark.parametrize("rows_each", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128))])
 def test_tasks_are_split_by_the_rows_that_their_cost_is_predicted_with(rows_each: int) -> None:
     with running_pool(2, rows_each=rows_each) as pool:
         assert pool.rows_each == rows_each

@@ -77,6 +77,7 @@ def test_predicted_figures_stand_beside_measured_ones(kind: str, request: pytest
     assert 'loraplex:twin_replays_total{result="failed"} 0.0' in page
 
 
+@pytest.mark.slow
 def test_all_replicas_batch_by_the_policy_that_the_banner_names(folder: Path, tmp_path: Path) -> None:
     options = ("--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path), "--replicas", "2")
     options = (*options, "--routing", "round-robin", "--no-shadow-twin", "--batching", "merged")
