@@ -160,7 +160,7 @@ def _packed(
         gpus = improve(gpus, demand, reporting, most_judgements=0)
         if num_gpus is not None and len(gpus) > num_gpus:
             raise NotEnoughGpusError(
-                f"{num_gpus} GPUs are too few: the twin finds some starving, and {len(gpus)} would do; give "
+                f"too few GPUs ({num_gpus}): the twin finds some starving, and {len(gpus)} would do; give "
                 "more GPUs",
                 num_needed=len(gpus),
             )

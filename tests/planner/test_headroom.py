@@ -63,6 +63,25 @@ def test_gpus_are_filled_up_to_the_room(headroom: float | None) -> None:
     assert all(gpu.rate_rps <= most for gpu in gpus)
 
 
+def test_the_twin_repairs_what_a_surrogate_planned_too_hopefully(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hopeful(TenRequests):
+        def judge(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> Verdict:
+            return Verdict(sum(each.rate_rps for each in adapters), False)
+
+    class Twin(TenRequests):
+        def __init__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("loraplex.planner.make.TwinJudge", Twin)
+    asked = demand(64, 0.625)
+    options = {"profile_name": str(SLOTS), "judge": Hopeful(), "headroom": 0.0}
+    found = make_plan(asked, profile(SLOTS), packer="improved", num_gpus=None, **options)  # type: ignore[arg-type]
+    assert len(found.gpus) >= 4
+    assert all(gpu.rate_rps <= 10.0 for gpu in found.gpus)
+    with pytest.raises(PlanError, match=r"too few GPUs \(1\): the twin finds some starving"):
+        make_plan(asked, profile(SLOTS), packer="improved", num_gpus=1, **options)  # type: ignore[arg-type]
+
+
 def test_an_error_says_that_rates_are_taken_for_higher() -> None:
     with pytest.raises(PlanError, match=r"rates are taken 100% higher, by --headroom"):
         planned(demand(1, 6.0), judge=TenRequests(), headroom=1.0)

@@ -14,6 +14,7 @@ from small import slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.cli.plan_show import _much_quicker
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.objectives import Objective
@@ -64,6 +65,10 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert [each["plan"] for each in written["alternatives"]][-1] == "dlora"
     assert picture.stat().st_size > 1000
     assert "40 adapters on 1 GPU" in plan("show", out).output
+    listed = plan("show", out, "--adapters").output.splitlines()
+    assert {line.split()[1] for line in listed if line.split()[2:] in (["8", "0.05"], ["32", "0.05"])} == {
+        f"a{index}" for index in range(40)
+    }
     checked = plan("check", out, "--seeds", "7", "--seconds", "120")
     assert checked.exit_code == 0, checked.output
     assert "0 of 1" in checked.output
@@ -274,6 +279,19 @@ def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) ->
     assert "leave --surrogate out, and the twin judges" in words_of(with_limit)
     ours = make(*asked, "--profile", OURS, *LENGTHS)
     assert "leave --surrogate out" in words_of(ours)
+
+
+def test_a_packer_that_is_much_quicker_on_as_many_gpus_is_pointed_out() -> None:
+    ours = {"plan": "this plan", "gpus": 3, "ttft_s": 4.0, "found": "nobody starves"}
+    others = [
+        {"plan": "one GPU more", "gpus": 4, "ttft_s": 0.1, "found": "nobody starves"},
+        {"plan": "max-base", "gpus": 2, "ttft_s": 0.2, "found": "starves GPU 1"},
+        {"plan": "random", "found": "starves GPUs even with 12"},
+        {"plan": "dlora", "gpus": 3, "ttft_s": 0.5, "found": "nobody starves"},
+    ]
+    assert _much_quicker([ours, *others]) == others[-1]
+    assert _much_quicker([ours, *others[:-1]]) is None
+    assert _much_quicker([{**ours, "ttft_s": 0.9}, *others]) is None
 
 
 def test_making_and_checking_need_neither_torch_nor_scikit_learn(tmp_path: Path) -> None:

@@ -117,6 +117,15 @@ def test_fewer_gpus_are_proposed_where_they_do_with_room_to_spare(tmp_path: Path
     assert "give --out FILE" in found.output
 
 
+def test_a_handful_of_requests_says_nothing_of_fewer_gpus(tmp_path: Path) -> None:
+    """The fleet may just have started."""
+    rates = dict.fromkeys("abcdef", 0.001)
+    found = look(tmp_path, plan_of(*GPUS), fleet_of(rates, *GPUS))
+    assert found.exit_code == 0, found
+    assert "the rates are rough" in found.output
+    assert "the plan holds" in found.output
+
+
 def test_it_looks_again_and_again_and_proposes_what_lasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,3 +90,15 @@ def test_the_command_prints_them(tmp_path: Path) -> None:
     named = CliRunner().invoke(app, [*args, "--model", "acme/base; reboot", "--adapters-dir", "/srv/x y"])
     assert "acme/base; reboot" in words_of(named.stdout)
     assert json.loads(words_of(named.stdout)[-1]) == {"name": "b", "path": "/srv/x y/b"}
+    dry = CliRunner().invoke(app, [*args, "--dry-run"])
+    assert "leave --dry-run out" in str(dry.exception)
+
+
+def test_a_plan_that_fails_in_the_twin_is_printed_only_if_that_is_forced(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, plan_of(({"a": 32}, 1000)))
+    args = ["plan", "apply", str(path), "--vllm-commands"]
+    refused = CliRunner().invoke(app, args)
+    assert "GPU 0 has no memory for so many slots" in str(refused.exception)
+    assert "vllm serve" not in refused.stdout
+    assert "--max-loras 1000" in CliRunner().invoke(app, [*args, "--force"]).stdout
