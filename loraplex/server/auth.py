@@ -1,4 +1,5 @@
-"""Keys: API keys for every route except those of /health, and admin keys for requests that change adapters.
+"""Keys: API keys for every route except those of /health and the page's files, and admin keys for requests
+that change adapters.
 
 Without an admin key, clients on this machine are administrators. Behind a reverse proxy on this machine every
 client looks local, so forwarded requests do not count as local; proxies that add no forwarding header need an
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loraplex.server.addresses import is_loopback
 from loraplex.server.errors import ForbiddenError, UnauthorizedError
 from loraplex.server.health import LIVE_PATH, READY_PATHS
+from loraplex.server.page.files import is_page_path
 from loraplex.server.refusal import refuse
 from loraplex.server.request_log import request_record
 
@@ -52,7 +54,7 @@ class ApiKeyMiddleware:
         self._keys = {"admin": Keys(admin_keys), "api": Keys(api_keys)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or is_page_path(scope["path"]):
             await self._app(scope, receive, send)
             return
         kind = next((kind for kind, keys in self._keys.items() if keys.match(scope)), None)
