@@ -40,7 +40,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> Any:
 
 
 def shown(*args: str, env: dict[str, str] | None = None) -> dict[str, tuple[Any, str]]:
-    """What `config show` says of each option: its value, and where it is from."""
+    """Return each option as `config show` has it: its value, and where that is from."""
     result = run("config", "show", *args, "--json", env=env)
     assert result.exit_code == 0, result.output
     return {row["option"]: (row["value"], row["from"]) for row in json.loads(result.stdout)}
