@@ -100,8 +100,9 @@ def make_server(
     drain_timeout_s: float = 30.0,
     is_resampled: Callable[[str], bool] = lambda call_id: False,
     is_ready_without_adapters: bool = True,
+    make_engine: Callable[[Callable[[EngineRequest], Script]], FakeEngine] = FakeEngine,
 ) -> Served:
-    engine = FakeEngine(script or says("Hello world! How are you?"))
+    engine = make_engine(script or says("Hello world! How are you?"))
     service = AdapterService(
         base_model=base_model,
         engine=engine,

@@ -19,6 +19,7 @@ let spacer = null;
 let lastChange = 0;
 let open = null; // the adapter in the dialog
 let askForKeys = () => {};
+let onChange = () => {};
 
 export const changesAfter = () => lastChange;
 
@@ -205,6 +206,7 @@ async function change(path, body, { button, shownIn, during }) {
   try {
     await call(path, { body });
     refresh();
+    onChange();
     return true;
   } catch (error) {
     problem(shownIn, error);
@@ -298,8 +300,9 @@ export const shown = () => {
   refresh();
 };
 
-export function wire(onKeys) {
+export function wire(onKeys, afterChange) {
   askForKeys = onKeys;
+  onChange = afterChange;
   const grid = $("grid");
   spacer = h("div", { className: "spacer", role: "presentation" });
   grid.append(spacer, h("p", { className: "empty", id: "grid-none" }));

@@ -120,7 +120,7 @@ function wireTabs() {
 
 charts.wire();
 chat.wire();
-adapters.wire(askForKeys);
+adapters.wire(askForKeys, poll);
 map.wire(adapters.show);
 wireTabs();
 $("keys-button").addEventListener("click", () => askForKeys(""));
