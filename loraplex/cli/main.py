@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench, fleet, plan, profile, twin, workload
+from loraplex.cli import adapter, bench, fleet, plan, profile, tenant, twin, workload
 from loraplex.cli.closed_pipe import drop_output, end_with_the_reader
 from loraplex.cli.flags import App
 from loraplex.cli.serve import demo, serve
@@ -33,6 +33,7 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(twin.app, name="twin")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(plan.app, name="plan")
+app.add_typer(tenant.app, name="tenant")
 
 
 @app.callback(invoke_without_command=True)
