@@ -34,6 +34,7 @@ from loraplex.server.responses import (
     Overview,
     Placement,
     ReplicaList,
+    TenantList,
     Text,
     Tokens,
     Version,
@@ -60,7 +61,7 @@ _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
     AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
-    ScaleRequest, ReplicaList, PlacementRequest, Placement, Overview, ErrorBody,
+    ScaleRequest, ReplicaList, PlacementRequest, Placement, TenantList, Overview, ErrorBody,
 )  # fmt: skip
 
 

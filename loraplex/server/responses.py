@@ -167,10 +167,12 @@ class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` describe its weights, which several names
     may share; `in_flight`, `hits`, `requests` and `tokens` count this name's requests since the start,
-    including its canary's. `previous`: versions that it stood for before, latest first.
+    including its canary's; they are 0 for a tenant that may not change the adapter, as is `loads`.
+    `previous`: versions that it stood for before, latest first.
 
     `held_by`: the replicas of a fleet that have its weights in memory, as far as known; `placed_on`: those
-    that the placement gives it to, null if it gives every adapter to all. Both are null for a single engine.
+    that the placement gives it to, null if it gives every adapter to all. Both are null for a single engine,
+    and for a tenant that is no operator.
     `path` is its folder, and `source` the folder or repository to load it from again; only administrators see
     them.
     """
@@ -220,6 +222,39 @@ class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float | None
     output_tokens: float | None
     data: list[AdapterDemandInfo]
+
+
+class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits are
+    null without one; `requests_left` and `tokens_left` are of the last minute."""
+
+    name: str
+    adapters: list[str]
+    base_model: bool
+    administers: list[str]
+    operator: bool
+    metrics: bool
+    share: float
+    priority: int
+    requests_per_minute: int | None
+    requests_left: int | None
+    tokens_per_minute: int | None
+    tokens_left: int | None
+    max_in_flight: int | None
+    in_flight: int
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    refused: dict[str, int]
+
+
+class TenantList(msgspec.Struct, frozen=True, kw_only=True):
+    """The tenants that the sender may know of: itself, or all for an operator. `trouble`: why the tenants
+    file as it is now is not in force; null if it is, and for all but operators."""
+
+    object: Literal["list"] = "list"
+    data: list[TenantInfo]
+    trouble: str | None
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,7 +340,6 @@ class HistorySample(msgspec.Struct, frozen=True, kw_only=True):
     to measure; 95th percentiles are read off histograms. `waiting`: requests without their first token;
     `running`: those that have it."""
 
-    number: int
     at_s: float
     tokens_per_s: float
     prompt_tokens_per_s: float
@@ -326,7 +360,6 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
     `loaded` and `evicted` are about its weights: `tier` is where they are then, if known, and `replica` the
     one of a fleet that loaded or evicted them."""
 
-    number: int
     at_s: float
     name: str
     kind: AdapterChangeKind
@@ -366,13 +399,16 @@ class TwinPicture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """A server at a glance, for its web page. `process`: changes when the server is restarted, as do the
-    numbers of samples and changes. `now_s`: the time on the clock of all `at_s`. `has_chat`: the
-    model has a chat template. `may_change`: the client may load and unload adapters; if not, it can with the
-    admin key if `has_admin_key`. `state` and `message`: of the engine. `tiers`: number of adapters by tier.
-    `map`: null if it is the one that the client named. `samples`, `changes`: those after the ones that the
-    client has. `replicas`: null for a single engine. `num_plans`: number of times that the placement of a
-    fleet has changed; null without a placement. `twin`: null if there is none."""
+    """A server at a glance, for its web page. `process`: another one has another clock.
+    `now_s`: the time on the clock of all `at_s`. `has_chat`: the model has a
+    chat template. `uses_base`: the client may send requests to the base model; `may_change`: it may load and
+    unload adapters; if not, it can with another key if `has_admin_key`. `state` and `message`: of the engine.
+    `tiers`: number of adapters by tier. `map`: null if it is the one that the client named. `samples`,
+    `changes`: those after the ones that the client has.
+
+    A tenant sees its adapters only. `engine`, `samples` and `twin` are for those who may read all metrics;
+    `left_out`, `replicas` (null for a single engine) and `num_plans` (number of times that the placement of a
+    fleet has changed; null without a placement) for operators."""
 
     model: str
     version: str
@@ -382,11 +418,12 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     max_model_len: int
     has_chat: bool
+    uses_base: bool
     may_change: bool
     has_admin_key: bool
     num_adapters: int
     tiers: dict[str, int]
-    engine: EngineFigures
+    engine: EngineFigures | None
     map: AdapterMap | None
     samples: list[HistorySample]
     changes: list[AdapterChange]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,12 +16,26 @@ from serving_fakes import make_spec
 
 from loraplex.core.clock import ManualClock
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.server.app import create_app
 from loraplex.server.health import FrontApp
 from loraplex.server.page.adapter_changes import AdapterChanges
 from loraplex.server.page.files import page_files
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.tenants.keys import StoredKey
+from loraplex.server.tenants.tenants import Tenants
+from loraplex.server.tenants.tenants_file import parse_tenants
 from loraplex.server.web_guard import WebAccess
 
+TENANTS = f"""
+[tenants.bards]
+keys = ["{StoredKey.of("of-bards").text}"]
+adapters = ["poet"]
+base_model = false
+
+[tenants.operators]
+keys = ["{StoredKey.of("of-operators").text}"]
+operator = true
+"""
 ApiFactory = Callable[..., Api]
 
 
@@ -81,8 +96,31 @@ def test_an_overview_says_where_adapters_are(tmp_path: Path) -> None:
     assert moved["map"]["tiers"] == "-d"
     [change] = moved["changes"]
     assert (change["name"], change["kind"], change["tier"]) == ("poet", "loaded", "device")
-    after = api.get("/v1/overview", params={"changes_after": change["number"]}).json()
+    after = api.get("/v1/overview", params={"changes_after": change["at_s"]}).json()
     assert after["changes"] == []
+    api.close()
+
+
+def test_a_tenant_sees_only_its_own_adapters_and_no_figures_of_the_server(tmp_path: Path) -> None:
+    served, engine = page_server(tmp_path)
+    tenants = Tenants(parse_tenants(TENANTS, Path("tenants.toml")), ManualClock())
+    api = Api(replace(served, app=create_app(replace(served.deps, tenants=tenants))))
+    own, all_of_it = ({"authorization": f"Bearer {key}"} for key in ("of-bards", "of-operators"))
+    for name in ("pirate", "poet"):
+        api.get("/v1/overview", headers=own)
+        engine.move(f"version-of-{name}", "device", num_loads=1)
+    overview = api.get("/v1/overview", headers=own).json()
+    assert overview["map"]["tiers"] == "d"
+    assert {each["name"] for each in overview["changes"]} == {"poet"}
+    assert (overview["samples"], overview["engine"], overview["left_out"]) == ([], None, [])
+    assert not overview["uses_base"]
+    assert not overview["may_change"]
+    adapters = api.get("/v1/adapters", headers=own, params={"order": "loads"}).json()
+    assert [each["name"] for each in adapters["data"]] == ["poet"]
+    assert adapters["total"] == 1
+    assert "pirate" not in str([overview, adapters])
+    assert api.get("/v1/overview", headers=all_of_it).json()["map"]["tiers"] == "dd"
+    assert all(api.get(path).status_code == 200 for path in page_files())
     api.close()
 
 
@@ -113,7 +151,7 @@ def test_history_has_rates_and_latencies_of_the_seconds_before(make_api: ApiFact
     api = make_api(clock=clock)
     metrics, history = api.served.deps.metrics, api.served.deps.history
     history.sample()
-    assert history.after(0) == []  # it has just begun
+    assert history.after(0.0) == []  # it has just begun
     for second in range(1, 9):
         clock.advance(1.0)
         metrics.num_generation_tokens += 30
@@ -121,12 +159,12 @@ def test_history_has_rates_and_latencies_of_the_seconds_before(make_api: ApiFact
             metrics.ttft.observe(0.2)
         history.sample()
         history.sample()  # of another page, at the same time
-    samples = history.after(0)
-    assert [each.number for each in samples] == list(range(1, 9))
+    samples = history.after(0.0)
+    assert [each.at_s for each in samples] == [float(second) for second in range(1, 9)]
     assert {each.tokens_per_s for each in samples} == {30.0}
     assert [each.ttft_s for each in samples] == [None] * 3 + [0.2] * 5
     assert samples[3].ttft_p95_s == pytest.approx(0.1 + 0.15 * 0.95)
-    assert [each.number for each in history.after(6)] == [7, 8]
+    assert [each.at_s for each in history.after(6.0)] == [7.0, 8.0]
 
 
 def test_requests_in_flight_are_counted_by_whether_they_have_a_token(make_api: ApiFactory) -> None:
@@ -159,7 +197,7 @@ def test_moves_of_weights_are_read_off_tiers_and_counts(
     for at_s, (tier, loads) in enumerate((before, now)):
         seen = AdapterStats(version="version", tier=tier, num_bytes=1, in_flight=0, loads=loads)
         changes.look(adapters, EngineStats(adapters=(seen,)), None, float(at_s))
-    assert [(each.kind, each.tier) for each in changes.after(0)] == expected
+    assert [(each.kind, each.tier) for each in changes.after(0.0)] == expected
 
 
 def test_changes_of_names_and_replicas_are_recorded() -> None:
@@ -168,10 +206,9 @@ def test_changes_of_names_and_replicas_are_recorded() -> None:
     stats, holders = EngineStats(adapters=(seen,)), {"a": [0, 1]}
 
     def look(at_s: float, **names: str) -> list[tuple[str, str, int | None]]:
-        number = changes.after(0)[-1].number if changes.after(0) else 0
         adapters = [ServedAdapter(name=name, spec=make_spec(version)) for name, version in names.items()]
         changes.look(adapters, stats, holders.__getitem__, at_s)
-        return [(each.name, each.kind, each.replica) for each in changes.after(number)]
+        return [(each.name, each.kind, each.replica) for each in changes.after(at_s - 0.5)]
 
     assert look(0.0, one="a") == []
     holders["a"] = [1, 2]

@@ -41,17 +41,19 @@ class AdapterChanges:
 
     def __init__(self) -> None:
         self._changes: deque[AdapterChange] = deque(maxlen=_MAX_CHANGES)
-        self._num_changes = 0
         self._seen: _Seen | None = None
 
-    def after(self, number: int) -> list[AdapterChange]:
-        """Return the changes with higher numbers; the first change has number 1."""
-        return [each for each in self._changes if each.number > number]
+    def after(self, at_s: float) -> list[AdapterChange]:
+        """Return the changes of later times. No two looks have the same time."""
+        return [each for each in self._changes if each.at_s > at_s]
 
     def look(
         self, adapters: Sequence[ServedAdapter], stats: EngineStats, holders: Holders | None, now_s: float
     ) -> None:
         """Record what has changed since the last look, all of it as of now."""
+        now_s = round(now_s, 3)
+        if self._seen is not None:
+            now_s = max(now_s, round(self._seen.at_s + 0.001, 3))
         tiers = {each.version: (each.tier, each.loads) for each in stats.adapters}
         held = None
         if holders is not None:
@@ -73,17 +75,7 @@ class AdapterChanges:
     def _add(
         self, now_s: float, name: str, kind: AdapterChangeKind, tier: str | None, replica: int | None
     ) -> None:
-        self._num_changes += 1
-        self._changes.append(
-            AdapterChange(
-                number=self._num_changes,
-                at_s=round(now_s, 3),
-                name=name,
-                kind=kind,
-                tier=tier,
-                replica=replica,
-            )
-        )
+        self._changes.append(AdapterChange(at_s=now_s, name=name, kind=kind, tier=tier, replica=replica))
 
 
 _Move = tuple[AdapterChangeKind, str | None, int | None]  # kind, tier, replica

@@ -42,7 +42,6 @@ class ServerHistory:
         self._waiting = waiting
         self._counts = deque([self._count()], maxlen=_SMOOTHED + 1)
         self._samples: deque[HistorySample] = deque(maxlen=_MAX_SAMPLES)
-        self._num_samples = 0
 
     async def run(self) -> None:
         """Sample from time to time, until cancelled."""
@@ -56,12 +55,11 @@ class ServerHistory:
             return
         now = self._count()
         self._counts.append(now)
-        self._num_samples += 1
         self._samples.append(self._sample(self._counts[0], now))
 
-    def after(self, number: int) -> list[HistorySample]:
-        """Return the samples with higher numbers; the first sample has number 1."""
-        return [each for each in self._samples if each.number > number]
+    def after(self, at_s: float) -> list[HistorySample]:
+        """Return the samples of later times."""
+        return [each for each in self._samples if each.at_s > at_s]
 
     def _count(self) -> _Counts:
         metrics = self._metrics
@@ -78,7 +76,6 @@ class ServerHistory:
         seconds = now.at_s - before.at_s
         ttft, itl = now.ttft.since(before.ttft), now.itl.since(before.itl)
         return HistorySample(
-            number=self._num_samples,
             at_s=round(now.at_s, 3),
             tokens_per_s=round((now.num_tokens - before.num_tokens) / seconds, 2),
             prompt_tokens_per_s=round((now.num_prompt_tokens - before.num_prompt_tokens) / seconds, 2),

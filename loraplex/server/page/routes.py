@@ -12,6 +12,7 @@ from zlib import crc32
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 import loraplex
 from loraplex.core.stats import EngineStats
@@ -20,13 +21,14 @@ from loraplex.server.body import read_query
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import Fleet
 from loraplex.server.fleet_routes import left_out_infos, replica_infos
-from loraplex.server.model_routes import json_response
+from loraplex.server.model_routes import json_response, visible_adapters
 from loraplex.server.openapi import operation
 from loraplex.server.page.adapter_changes import AdapterChanges
 from loraplex.server.page.files import page_files, page_response
 from loraplex.server.requests import OverviewQuery
 from loraplex.server.responses import AdapterMap, EngineFigures, Overview, TwinPicture
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.tenants.access import access_of
 
 _MAX_LEFT_OUT: Final = 20
 _LETTERS: Final = {"device": "d", "loading": "l", "host": "h", "disk": "-"}
@@ -34,7 +36,6 @@ _LETTERS: Final = {"device": "d", "loading": "l", "host": "h", "disk": "-"}
 
 def page_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
-    administrators = Administrators(deps.admin_keys)
     changes = AdapterChanges()
     process = uuid4().hex[:8]
 
@@ -55,15 +56,16 @@ def page_router(deps: ServerDeps) -> APIRouter:
     )
     async def overview(request: Request) -> Response:
         query = read_query(request, OverviewQuery)
-        may_change = administrators.include(request.scope)
+        access = access_of(request.scope)
         stats = await deps.text.engine.stats()
-        adapters = deps.adapters.served()
         now_s = deps.metrics.clock.now_s()
         deps.history.sample()
-        changes.look(adapters, stats, None if deps.fleet is None else deps.fleet.holders, now_s)
+        holders = None if deps.fleet is None else deps.fleet.holders
+        changes.look(deps.adapters.served(), stats, holders, now_s)
+        fleet = deps.fleet if access.is_operator else None
         # In a thread: streams continue while thousands of adapters are looked up.
-        tiers, drawn = await asyncio.to_thread(_map, adapters, stats, deps.fleet)
-        status, fleet = deps.engine_status(), deps.fleet
+        tiers, drawn = await asyncio.to_thread(_map, visible_adapters(deps, access), stats, fleet)
+        status = deps.engine_status()
         answer = Overview(
             model=deps.adapters.base_model,
             version=loraplex.__version__,
@@ -73,22 +75,29 @@ def page_router(deps: ServerDeps) -> APIRouter:
             message=status.explain(),
             max_model_len=deps.text.max_model_len,
             has_chat=deps.text.tokenizer.has_chat_template,
-            may_change=may_change,
-            has_admin_key=bool(deps.admin_keys),
-            num_adapters=len(adapters),
+            uses_base=access.uses_base,
+            may_change=_may_change(deps, request.scope),
+            has_admin_key=bool(deps.admin_keys) or deps.tenants is not None,
+            num_adapters=len(drawn.tiers),
             tiers=tiers,
-            engine=_figures(stats),
+            engine=_figures(stats) if access.reads_metrics else None,
             map=None if drawn.etag == query.map else drawn,
-            samples=deps.history.after(query.samples_after),
-            changes=changes.after(query.changes_after),
-            left_out=left_out_infos(deps.adapters)[:_MAX_LEFT_OUT],
+            samples=deps.history.after(query.samples_after) if access.reads_metrics else [],
+            changes=[each for each in changes.after(query.changes_after) if access.sees(each.name)],
+            left_out=left_out_infos(deps.adapters)[:_MAX_LEFT_OUT] if access.is_operator else [],
             replicas=None if fleet is None else replica_infos(fleet),
             num_plans=fleet.num_plans if fleet is not None and fleet.has_placement else None,
-            twin=_twin(deps),
+            twin=_twin(deps) if access.reads_metrics else None,
         )
         return json_response(answer)
 
     return router
+
+
+def _may_change(deps: ServerDeps, scope: Scope) -> bool:
+    if deps.tenants is not None:
+        return access_of(scope).is_administrator
+    return Administrators(deps.admin_keys).include(scope)
 
 
 def _map(

@@ -268,7 +268,7 @@ const KINDS = {
 function showChanges({ changes, now_s }) {
   const list = $("events");
   for (const each of changes) {
-    lastChange = each.number;
+    lastChange = each.at_s;
     const at = new Date(Date.now() - (now_s - each.at_s) * 1e3);
     list.prepend(
       h(

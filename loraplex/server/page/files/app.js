@@ -36,7 +36,7 @@ async function poll() {
 
 function take(overview) {
   if (process !== null && overview.process !== process) {
-    // It counts samples and changes from the beginning: ask it for all of them.
+    // Its times are others: ask it for all samples and changes.
     charts.forget();
     adapters.forget();
     overview = { ...overview, samples: [], changes: [] };

@@ -10,7 +10,7 @@ const EDGE = { left: 54, right: 12, top: 10, bottom: 24 };
 
 const samples = [];
 
-export const lastSample = () => samples.at(-1)?.number ?? 0;
+export const lastSample = () => samples.at(-1)?.at_s ?? 0;
 
 export function forget() {
   samples.length = 0;

@@ -164,7 +164,7 @@ async function suggest(part) {
   const turn = ++suggested;
   const found = await get("v1/adapters", { contains: part, limit: 20 }).catch(() => null);
   if (found === null || turn !== suggested) return;
-  const names = [server?.model, ...found.data.map((each) => each.name)].filter(Boolean);
+  const names = [server?.uses_base && server.model, ...found.data.map((each) => each.name)].filter(Boolean);
   $("models").replaceChildren(...names.map((name) => h("option", { value: name })));
 }
 
@@ -177,7 +177,9 @@ async function firstModels() {
     // as if nothing was kept
   }
   const { data } = await get("v1/adapters", { order: "requests", limit: 2 });
-  return data.length === 0 ? [server.model] : data.length === 1 ? [server.model, data[0].name] : data.map((a) => a.name);
+  const names = data.map((each) => each.name);
+  if (names.length < 2 && server.uses_base) names.unshift(server.model);
+  return names.length ? names : [""];
 }
 
 export function chatWith(model) {

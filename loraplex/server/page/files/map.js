@@ -181,7 +181,7 @@ function mark(before, now) {
 
 function show() {
   if (map === null || namesOf !== map) return;
-  const hasDevice = overview.engine.device_arena_bytes > 0;
+  const hasDevice = (overview.engine?.device_arena_bytes ?? 1) > 0;
   drawLegend(hasDevice);
   const titled = map.held === null ? [["", map.tiers]] : overview.replicas.map(ofReplica);
   while (fields.length > titled.length) fields.pop().element.remove();

@@ -41,6 +41,7 @@ function meter(label, used, all, text) {
 }
 
 function memory({ engine, replicas }) {
+  if (!engine) return null;
   const meters = [
     meter("KV cache", engine.kv_blocks_used, engine.kv_blocks, `${count(engine.kv_blocks_used)} of ${count(engine.kv_blocks)} blocks`),
   ];
