@@ -130,7 +130,9 @@ class Column {
 }
 
 export function explain(error) {
-  return error instanceof TypeError ? "The server does not answer. Is it running?" : sentence(error.message);
+  if (error instanceof TypeError) return "The server does not answer. Is it running?";
+  const isLong = error.body?.error?.code === "context_length_exceeded" && server?.has_chat;
+  return sentence(error.message) + (isLong ? "; “New chat” leaves out what was said so far" : "");
 }
 
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
