@@ -73,6 +73,7 @@ def test_every_field_of_a_request_survives_the_way() -> None:
             eos_token_ids=(2,),
             tenant="acmé",
             priority=-(1 << 63),
+            cache_salt="salt",
         )
     )
     received = ipc.decode_command(ipc.encode(sent))
