@@ -112,7 +112,7 @@ class FairShare:
         self._policies: Mapping[str, TenantPolicy] = {}
         self._counters: dict[str, float] = {}
         self._last_waited = NO_TENANT
-        self._has_priorities = False
+        self._has_order = False
 
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants; those without have a share of 1."""
@@ -141,8 +141,16 @@ class FairShare:
 
     @property
     def is_shared(self) -> bool:
-        """Return whether there has been more than one tenant, or a request with a priority."""
-        return self._has_priorities or self.has_many
+        """Return whether there has been more than one tenant, or a request with a priority or an SLO."""
+        return self._has_order or self.has_many
+
+    def makes_shared(self, request: EngineRequest) -> bool:
+        """Return whether `is_shared` holds with this request."""
+        is_new = bool(self._counters) and request.tenant not in self._counters
+        return self.is_shared or is_new or self._is_special(request)
+
+    def _is_special(self, request: EngineRequest) -> bool:
+        return request.priority != 0 or self.slo_ttft_s(request) is not None
 
     def counter(self, tenant: str) -> float:
         """Return the service that a tenant got so far, per unit of its share."""
@@ -155,7 +163,7 @@ class FairShare:
     ) -> None:
         """Record that a request arrives. `waiting`: the tenants that wait already."""
         tenant = request.request.tenant
-        self._has_priorities |= request.request.priority != 0
+        self._has_order |= self._is_special(request.request)
         if tenant in self._counters and (tenant in waiting or not self.has_many):
             return
         self._counters.setdefault(tenant, 0.0)

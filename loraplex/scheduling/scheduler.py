@@ -185,7 +185,7 @@ class Scheduler:
         """Decide the next step. It may have no chunks while adapters load."""
         preempted: list[RequestState] = []
         num_running = len(self._running)
-        self._order_victims()
+        self._share_out()
         active = self._choose_batch()
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
@@ -202,11 +202,13 @@ class Scheduler:
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan(chunks, preempted)
 
-    def _order_victims(self) -> None:
-        """Put the running requests into the order in which they keep their memory, if that may be short in
-        this step and it is not the order of admission."""
+    def _share_out(self) -> None:
+        """Charge tenants for what they got so far, and put the running requests into the order in which they
+        keep their memory, if that may be short in this step. Does nothing while only the order of arrival
+        counts."""
         if not self.fair.is_shared:
             return
+        self.fair.settle(self._running)
         most_blocks = len(self._running) + self._pool.blocks_for(self._config.work.max_tokens)
         if self._pool.num_obtainable < most_blocks:
             self._running[:] = kept_first(self._running, self.fair)
