@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
@@ -88,6 +88,10 @@ class GroupedQueue(WaitingQueue):
 
     def __contains__(self, request: object) -> bool:
         return request in self._requests or request in self._selected
+
+    @property
+    def selected(self) -> Collection[RequestState]:
+        return self._selected.keys()
 
     def first(self, count: int) -> Iterator[RequestState]:
         return islice(self, count)
