@@ -42,7 +42,7 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
             summary="Tokens of a text or a conversation",
             body=TokenizeRequest,
             answer=Tokens,
-            errors=(401, 404),
+            errors=(401, 404, 429),
         ),
     )
     async def tokenize(request: Request) -> Response:
@@ -54,7 +54,7 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
 
     @router.post(
         "/detokenize",
-        **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404)),
+        **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404, 429)),
     )
     async def detokenize(request: Request) -> Response:
         async with deps.bodies.read(request, DetokenizeRequest) as body:
