@@ -4,6 +4,7 @@ threads."""
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,12 @@ class HubAdapters:
         self.allowed = allowed or AllowedRepos()
         self._fetch = fetch
         self._threads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="fetch-adapter")
+
+    def within(self, allowed: AllowedRepos) -> HubAdapters:
+        """Return the same with other allowed repositories; it shares the downloads, and is not closed."""
+        narrowed = copy.copy(self)
+        narrowed.allowed = allowed
+        return narrowed
 
     async def fetch(self, repo: HubRepo) -> Path:
         """Fetch a repository and return the adapter's folder. Raises AdapterError."""
