@@ -43,9 +43,9 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
 from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
 from loraplex.server.errors import BusyError, NotServedError
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.registered_names import RegisteredNames
 from loraplex.server.registry_follower import RegistryFollower
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.served_adapter import ServedAdapter
 from loraplex.server.version_use import Lease, VersionUse
 
@@ -97,7 +97,7 @@ class AdapterService:
         registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
-        hub: HubAdapters | None = None,
+        remote: RemoteAdapters | None = None,
         known_as: frozenset[str] | None = None,
         alias: str | None = None,
         stages_new: bool = False,
@@ -113,7 +113,7 @@ class AdapterService:
         self.files = AdapterFiles(
             shape=shape,
             allowed=allowed,
-            hub=hub or HubAdapters(),
+            remote=remote or RemoteAdapters(),
             known_as=base_names(base_model) if known_as is None else known_as,
         )
         self.registered = RegisteredNames(registry)
@@ -184,7 +184,7 @@ class AdapterService:
         canary_share: float | None = None,
         on_staged: OnStaged = lambda version: None,
     ) -> ServedAdapter:
-        """Serve the adapter in a folder, or of a hub repository, under a name.
+        """Serve the adapter in a folder, or of a remote source, under a name.
 
         It is registered when this returns; nothing is changed before all its files were fetched and read.
         With `replace` a served name switches to the new version at once after staging, while requests in
@@ -300,7 +300,7 @@ class AdapterService:
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:
-        self.files.hub.close()
+        self.files.remote.close()
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
