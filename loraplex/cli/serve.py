@@ -82,7 +82,7 @@ def serve_options(
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
-    from loraplex.adapters.hub import locate_adapter
+    from loraplex.adapters.remote import locate_adapter
     from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_choice import GivenAdapter
     from loraplex.server.connections import ConnectionLimits

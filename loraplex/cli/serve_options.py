@@ -44,7 +44,7 @@ Adapters = Annotated[
         "--adapter",
         metavar="NAME=SOURCE",
         help="One adapter; the start fails if it cannot be served. Its folder, or a Hugging Face repository "
-        "(owner/name or owner/name@revision); may be repeated.",
+        "(owner/name or owner/name@revision), or s3://bucket/prefix; may be repeated.",
     ),
 ]
 Replicas = Annotated[
@@ -191,8 +191,8 @@ AllowedRepos = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN",
-        help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
-        "may be repeated. None by default.",
+        help="Hugging Face repositories and S3 folders that adapters may be fetched from at run time, as in "
+        "'my-org/*' or 's3://bucket/adapters/*'; may be repeated. None by default.",
     ),
 ]
 StateDir = Annotated[
