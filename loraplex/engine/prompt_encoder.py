@@ -78,10 +78,11 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Render and encode a conversation that must fit the context."""
 
-        text = await self._render(messages, add_generation_prompt, template_options)
+        text = await self._render(messages, add_generation_prompt, template_options, tools)
 
         def encode() -> list[int]:
             self._refuse_overlong(text, param="messages")
@@ -103,10 +104,11 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the tokens of a conversation, whether or not it fits the context."""
 
-        text = await self._render(messages, add_generation_prompt, template_options)
+        text = await self._render(messages, add_generation_prompt, template_options, tools)
         _refuse_many_chars(text, param="messages")
         return await self._run_on_chars(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
@@ -145,16 +147,20 @@ class PromptEncoder:
         messages: Sequence[Message],
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]],
     ) -> str:
         """Return the text of a conversation; its length is not known before."""
 
         def render() -> str:
             return self._tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                template_options=template_options,
+                tools=tools,
             )
 
         return await self._run_on_chars(
-            render, _num_chars(messages), in_thread=_is_long(messages, template_options)
+            render, _num_chars(messages), in_thread=bool(tools) or _is_long(messages, template_options)
         )
 
     async def _run_on_chars(self, work: Callable[[], T], num_chars: int, *, in_thread: bool = False) -> T:

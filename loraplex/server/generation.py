@@ -81,7 +81,8 @@ class AnswerFormat(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
-    the beginning of the answer, generated elsewhere."""
+    the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
+    text."""
 
     request_id: str
     checked: CheckedPrompts
@@ -90,6 +91,7 @@ class Generation:
     include_usage: bool
     prompt_only: bool = False
     output_token_ids: tuple[int, ...] = ()
+    shown_ids: frozenset[int] = frozenset()
 
 
 class GenerationResponse(Response):
@@ -144,6 +146,7 @@ class GenerationResponse(Response):
             adapter=job.lease.version,
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
+            shown_ids=job.shown_ids,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:

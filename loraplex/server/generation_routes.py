@@ -19,6 +19,7 @@ from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
+from loraplex.server.chat_plan import chat_tools, plan_chat
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
@@ -89,26 +90,31 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         params = chat_params(body)
         ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
         on_failure.callback(ticket.close)
+        tokenizer = deps.text.tokenizer
+        tools = chat_tools(body, tokenizer, deps.chat)
         encoding = deps.text.prompts.encode_chat(
             template_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             template_options=body.chat_template_kwargs,
+            tools=() if tools is None else tools.for_template,
         )
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
-        await deps.text.check_structure(params)
+        plan = plan_chat(body, params, prompt, tools, tokenizer=tokenizer, options=deps.chat)
+        await deps.text.check_structure(plan.params, plan.parts)
         try:
-            checked = deps.text.check([prompt], params)
+            checked = deps.text.check([prompt], plan.params)
         except InvalidRequestError as error:
             if error.param == "prompt":
                 raise type(error)(str(error), param="messages") from None
             raise
-        generation = _generation("chatcmpl", checked, lease, body)
+        generation = _generation("chatcmpl", checked, lease, body, shown_ids=plan.shown_ids)
         chat_format = ChatFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
             model=body.model,
             with_logprobs=params.logprobs is not None,
             include_usage=generation.include_usage,
+            reading=plan.reading,
         )
         response = _response(deps, request, generation, chat_format, ticket)
         on_failure.pop_all()  # the response releases them
@@ -162,6 +168,7 @@ def _generation(
     *,
     prompt_only: bool = False,
     output_token_ids: tuple[int, ...] = (),
+    shown_ids: frozenset[int] = frozenset(),
 ) -> Generation:
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
@@ -171,6 +178,7 @@ def _generation(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
+        shown_ids=shown_ids,
     )
 
 

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from loraplex.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS
 from loraplex.server.chat_messages import ChatMessage
+from loraplex.server.tool_calls.definitions import ToolChoice, Tools
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -120,12 +121,15 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Without effect here.
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    # Whether reasoning is told from the answer, as SGLang has it, and then shown, as vLLM has it.
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    # Without effect here.
     prediction: dict[str, Any] | None = None
     # Not supported.
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: Annotated[list[Any], Meta(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -244,6 +248,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -256,10 +261,8 @@ _TEXT_ONLY: Final = "send text alone"
 
 NOT_SUPPORTED: Final[Mapping[str, str]] = {
     # Fields of OpenAI's requests.
-    "tools": _LEAVE_OUT,
-    "tool_choice": _LEAVE_OUT,
-    "functions": _LEAVE_OUT,
-    "function_call": _LEAVE_OUT,
+    "functions": "send tools",
+    "function_call": "send tool_choice",
     "modalities": 'leave it out, or send ["text"]',
     "audio": _LEAVE_OUT,
     "reasoning_effort": _LEAVE_OUT,

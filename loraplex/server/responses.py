@@ -57,10 +57,28 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`content` is null only beside calls. `tool_calls` and `reasoning_content` are present where there are
+    any."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
