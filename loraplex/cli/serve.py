@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from loraplex.cli import serve_options as option
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay, parse_delay
 from loraplex.cli.closed_pipe import outlive_the_reader
+from loraplex.cli.configured import ConfigPath
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
 from loraplex.core.batching import Batching
@@ -30,8 +31,8 @@ _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
 def serve_options(
+    model_argument: option.ModelArgument = None,
     model: option.Model = None,
-    named_model: option.NamedModel = None,
     adapters: option.AdapterDirs = None,
     adapter: option.Adapters = None,
     host: option.Host = "127.0.0.1",
@@ -69,7 +70,7 @@ def serve_options(
     allowed_origins: option.AllowedOrigins = None,
 ) -> ServeOptions:
     """Return the options of a server. The parameters are the CLI options that all serving commands share."""
-    chosen = option.one_model(model, named_model)
+    chosen = option.one_model(model_argument, model)
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
     kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
@@ -133,7 +134,10 @@ def serve_options(
 @exit_0_on_signal()
 @takes_options_of(serve_options)
 def serve(
-    log_level: option.Level = LogLevel.INFO, log_format: option.Format = LogFormat.TEXT, **options: Any
+    log_level: option.Level = LogLevel.INFO,
+    log_format: option.Format = LogFormat.TEXT,
+    config: ConfigPath = None,
+    **options: Any,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
     run_server(serve_options(**options), log_level, log_format)
@@ -154,6 +158,7 @@ def demo(
     threads: option.Threads = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
+    config: ConfigPath = None,
 ) -> None:
     """Serve a small base model with the adapters that come with loraplex, on this machine only."""
     from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters

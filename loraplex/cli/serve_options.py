@@ -27,11 +27,11 @@ def _replicas_up_to(most: int) -> Callable[[int | None], int | None]:
     return check
 
 
-Model = Annotated[
+ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="The base model: a checkpoint folder or a Hugging Face id."),
 ]
-NamedModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="The same, as an option.")]
+Model = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="The same, as an option.")]
 AdapterDirs = Annotated[
     list[Path] | None,
     typer.Option(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.tenants import NO_TENANT
 
 
 class FinishReason(StrEnum):
@@ -22,7 +23,9 @@ class EngineRequest:
     """One sequence to generate. `adapter` is an adapter version (content hash), None for the base.
 
     `output_token_ids`: the beginning of the answer, made by an earlier engine. It counts as output, for
-    lengths, penalties and seeds, and is not reported again.
+    lengths, penalties and seeds, and is not reported again. `tenant`: whose request it is. `priority`: of a
+    tenant's requests, those with a lower one come first. `cache_salt`: a request finds cached prefixes and
+    compiled grammars only of requests with the same one.
     """
 
     request_id: str
@@ -31,6 +34,9 @@ class EngineRequest:
     adapter: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     output_token_ids: tuple[int, ...] = ()
+    tenant: str = NO_TENANT
+    priority: int = 0
+    cache_salt: str = ""
 
     @property
     def num_tokens(self) -> int:

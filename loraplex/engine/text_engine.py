@@ -19,6 +19,7 @@ from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexErro
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import StructuredOutput
+from loraplex.core.tenants import NO_TENANT
 from loraplex.engine.grammars import check_structured_output
 from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.prompt_encoder import PromptEncoder
@@ -152,25 +153,36 @@ class TextEngine:
         request_id: str,
         output_token_ids: tuple[int, ...] = (),
         shown_ids: frozenset[int] = frozenset(),
+        tenant: str = NO_TENANT,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
-        `shown_ids`: special tokens whose names are part of the text.
+        `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`: see
+        EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
-        requests = self._expand(checked, adapter, request_id, output_token_ids)
+        requests = self._expand(checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt)
         choices = (
             _Choice(n, self.tokenizer, request, stops, shown_ids) for n, request in enumerate(requests)
         )
         return self._run_one(next(choices)) if checked.num_choices == 1 else self._run_many(choices)
 
     def _expand(
-        self, checked: CheckedPrompts, adapter: str | None, request_id: str, output_token_ids: tuple[int, ...]
+        self,
+        checked: CheckedPrompts,
+        adapter: str | None,
+        request_id: str,
+        output_token_ids: tuple[int, ...],
+        tenant: str,
+        priority: int,
+        cache_salt: str,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -186,6 +198,9 @@ class TextEngine:
                     adapter=adapter,
                     eos_token_ids=self.tokenizer.eos_token_ids,
                     output_token_ids=output_token_ids,
+                    tenant=tenant,
+                    priority=priority,
+                    cache_salt=cache_salt,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:

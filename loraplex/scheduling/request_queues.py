@@ -77,7 +77,12 @@ class RequestQueues:
         num_full = num_computed // self._pool.block_size
         if num_full > sequence.num_published:
             self._pool.publish(
-                sequence.adapter, sequence.token_ids, sequence.block_ids, sequence.num_published, num_full
+                sequence.adapter,
+                sequence.token_ids,
+                sequence.block_ids,
+                sequence.num_published,
+                num_full,
+                sequence.request.cache_salt,
             )
             sequence.num_published = num_full
 

@@ -55,6 +55,20 @@ def test_choices_of_several_prompts_are_counted_through() -> None:
     assert tokens == {0: [30, 20], 1: [30, 21], 2: [40, 20], 3: [40, 21]}
     assert len({request.request_id for request in engine.requests}) == 4
     assert all(request.params.n == 1 for request in engine.requests)
+    assert {(request.tenant, request.priority) for request in engine.requests} == {("", 0)}
+
+
+def test_every_choice_has_the_tenant_and_the_priority_of_its_request() -> None:
+    text_engine, engine = make_engine(says("Hello"))
+
+    async def run() -> None:
+        checked = text_engine.check([[30], [40]], SamplingParams(n=2))
+        stream = text_engine.stream(checked, adapter=None, request_id="r", tenant="acme", priority=-3)
+        async for _ in stream:
+            pass
+
+    asyncio.run(run())
+    assert [(request.tenant, request.priority) for request in engine.requests] == [("acme", -3)] * 4
 
 
 def seeds_of(seed: int, n: int) -> list[int | None]:

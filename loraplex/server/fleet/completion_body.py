@@ -87,6 +87,8 @@ def completion_body(
     }
     if earlier:
         body["output_token_ids"] = earlier
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
     if params.seed is not None:
         body["seed"] = params.seed
     if params.logit_bias:
