@@ -20,6 +20,7 @@ from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, Tok
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import StructuredOutput
 from loraplex.core.tenants import NO_TENANT
+from loraplex.engine.bad_words import bad_word_ids
 from loraplex.engine.grammars import check_structured_output
 from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.prompt_encoder import PromptEncoder
@@ -121,6 +122,9 @@ class TextEngine:
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CheckedPrompts:
         """Raise InvalidRequestError for anything that is known to be wrong before running."""
         check_token_ids(params, vocab_size=self.vocab_size)
+        if params.bad_words:
+            words = bad_word_ids(self.tokenizer, params.bad_words, vocab_size=self.vocab_size)
+            params = replace(params, bad_word_ids=words)
         _check_options(params, num_choices=len(prompts) * params.n)
         # Lengths first: checking the ids of a prompt that is far too long takes long.
         fitted = [self.check_length(len(prompt), params) for prompt in prompts]

@@ -10,7 +10,7 @@ from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.answer_reader import AnswerReader, AnswerReading
 from loraplex.server.generation import ChoiceResult, head_bytes
-from loraplex.server.logprobs import chat_logprobs
+from loraplex.server.logprobs import chat_logprobs, prompt_logprobs
 from loraplex.server.responses import (
     AnsweredCall,
     CalledFunction,
@@ -28,7 +28,9 @@ class ChatFormat:
     """The AnswerFormat of /v1/chat/completions.
 
     Chunks are concatenated from bytes: a token costs only the escaping of its text and a concatenation.
-    `reading`: what is looked for in the text; None if it is the content.
+    `reading`: what is looked for in the text; None if it is the content. `prompt_ids`: the prompt's tokens if
+    the answer is to have token ids. `num_prompt_top`: likeliest tokens of `prompt_logprobs`, None without
+    that field.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class ChatFormat:
         with_logprobs: bool,
         include_usage: bool,
         reading: AnswerReading | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        num_prompt_top: int | None = None,
     ) -> None:
         self._id, self._created, self._model = request_id, created, model
         self._with_logprobs = with_logprobs
@@ -50,10 +54,13 @@ class ChatFormat:
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._begun: set[int] = set()
         self._reading = reading
+        self._prompt_ids = prompt_ids
+        self._num_prompt_top = num_prompt_top
         self._readers: dict[int, AnswerReader] = {}
 
     def chunks(self, batch: Sequence[TextDelta]) -> bytes:
-        return b"".join([self._chunk(delta) for delta in batch if _says_something(delta)])
+        with_ids = self._prompt_ids is not None
+        return b"".join([self._chunk(delta) for delta in batch if with_ids or _says_something(delta)])
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
@@ -65,6 +72,10 @@ class ChatFormat:
             model=self._model,
             choices=[self._choice(index, result) for index, result in enumerate(results)],
             usage=usage,
+            prompt_token_ids=msgspec.UNSET if self._prompt_ids is None else list(self._prompt_ids),
+            prompt_logprobs=msgspec.UNSET
+            if self._num_prompt_top is None
+            else prompt_logprobs(results[0].prompt_logprobs or (), self._num_prompt_top),
         )
 
     def _choice(self, index: int, result: ChoiceResult) -> ChatChoice:
@@ -79,6 +90,7 @@ class ChatFormat:
             logprobs=chat_logprobs(result.logprobs) if self._with_logprobs else None,
             finish_reason=finish_reason,
             stop_reason=result.stop,
+            token_ids=msgspec.UNSET if self._prompt_ids is None else result.sampled_ids,
         )
 
     def _chunk(self, delta: TextDelta) -> bytes:
@@ -94,14 +106,20 @@ class ChatFormat:
             reader = self._readers[delta.choice] = AnswerReader(reading)
         read = reader.read(delta.text, is_last=delta.finish_reason is not None)
         fields = _delta_fields(read)
-        if not (
-            fields or delta.logprobs or delta.finish_reason is not None or delta.choice not in self._begun
-        ):
+        is_first = delta.choice not in self._begun
+        says_more = delta.logprobs or delta.finish_reason is not None or self._prompt_ids is not None
+        if not (fields or is_first or says_more):
             return b""
         reason = None if delta.finish_reason is None else _finish_reason(delta.finish_reason, reader)
         return self._joined(delta, b",".join(fields), reason)
 
     def _joined(self, delta: TextDelta, fields: bytes, finish_reason: str | None) -> bytes:
+        tail = self._tail
+        ids = b""
+        if self._prompt_ids is not None:
+            ids = b',"token_ids":%b' % _encode(delta.sampled_ids)
+            if not self._begun:
+                tail = b'],"prompt_token_ids":%b%b' % (_encode(self._prompt_ids), tail.removeprefix(b"]"))
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             fields = b'"role":"assistant"' + (b"," + fields if fields else b"")
@@ -110,13 +128,14 @@ class ChatFormat:
             end = b',"finish_reason":null}'
         else:
             end = b',"finish_reason":"%b","stop_reason":%b}' % (finish_reason.encode(), _encode(delta.stop))
-        return b'%b{"index":%d,"delta":{%b},"logprobs":%b%b%b' % (
+        return b'%b{"index":%d,"delta":{%b},"logprobs":%b%b%b%b' % (
             self._head,
             delta.choice,
             fields,
             logprobs,
+            ids,
             end,
-            self._tail,
+            tail,
         )
 
 

@@ -13,7 +13,7 @@ from loraplex.engine.tokenizer import Tokenizer
 from loraplex.server.answer_reader import AnswerReading, ReasoningReading
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.reasoning import END_THINK, THINK
-from loraplex.server.requests import ChatRequest
+from loraplex.server.requests import ChatRequest, SamplingFields
 from loraplex.server.tool_calls.call_grammar import Thinking
 from loraplex.server.tool_calls.formats import MARKS, NAME_MARK
 from loraplex.server.tool_calls.tool_use import ToolUse, tool_use
@@ -74,7 +74,7 @@ def plan_chat(
     return ChatPlan(
         params=params,
         parts=parts if wanted is None or tools is None else (*parts, wanted),
-        shown_ids=_special_ids(tokenizer, marks),
+        shown_ids=shown_special_ids(body, tokenizer, marks),
         reading=None if reading == AnswerReading() else reading,
     )
 
@@ -86,6 +86,12 @@ def _thinking(prompt_end: str) -> Thinking:
     return Thinking.NONE if end.endswith(END_THINK) else Thinking.POSSIBLE
 
 
-def _special_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> frozenset[int]:
+def shown_special_ids(
+    body: SamplingFields, tokenizer: Tokenizer, marks: Sequence[str] = ()
+) -> frozenset[int]:
+    """Return the special tokens that are part of a request's answer: those that it needs, or all."""
+    special_ids = tokenizer.pieces.special_ids
+    if body.skip_special_tokens is False:
+        return special_ids
     found = {tokenizer.token_id(mark) for mark in marks}
-    return frozenset(token_id for token_id in found if token_id in tokenizer.pieces.special_ids)
+    return frozenset(token_id for token_id in found if token_id in special_ids)

@@ -92,6 +92,7 @@ class Generation:
     prompt_only: bool = False
     output_token_ids: tuple[int, ...] = ()
     shown_ids: frozenset[int] = frozenset()
+    priority: int = 0
 
 
 class GenerationResponse(Response):
@@ -147,6 +148,7 @@ class GenerationResponse(Response):
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
             shown_ids=job.shown_ids,
+            priority=job.priority,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from loraplex.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS
+from loraplex.core.sampling import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+)
 from loraplex.server.chat_messages import ChatMessage
 from loraplex.server.tool_calls.definitions import ToolChoice, Tools
 
@@ -24,6 +31,7 @@ MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
 MAX_LISTED_CHOICES: Final = 1024
 """Most texts of `guided_choice`."""
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
@@ -98,6 +106,15 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    # vLLM's: texts that the answer may not have; the prompt's last tokens to keep; lower ones come first.
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    # LoRAX's: instead of `model`, which is then the base model or empty.
+    adapter_id: str | None = None
     # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
     # canary.
     user: str | None = None
@@ -109,7 +126,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     # Accepted only with the value that holds anyway.
-    skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None
     use_beam_search: Literal[False] | None = None
 
@@ -169,7 +185,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     output_token_ids: list[TokenId] | None = None
     # Not supported.
@@ -277,7 +292,6 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "input_audio": _TEXT_ONLY,
     "file": _TEXT_ONLY,
     # Fields of vLLM's requests.
-    "skip_special_tokens": "leave it out, or send true",
     "use_beam_search": "leave it out, or send false",
     "continuous_usage_stats": "leave it out, or send false",
 }

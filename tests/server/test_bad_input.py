@@ -68,7 +68,7 @@ def test_a_wrong_value_is_refused_with_the_fields_name(api: Api, path: str, fiel
     ("field", "value"),
     [
         ("audio", {"voice": "x"}), ("modalities", ["audio"]),
-        ("reasoning_effort", "high"), ("web_search_options", {}), ("skip_special_tokens", False),
+        ("reasoning_effort", "high"), ("web_search_options", {}),
         ("use_beam_search", True), ("verbosity", "low"), ("suffix", "x"),
         ("moderation", {"model": "m"}),
     ],
