@@ -38,6 +38,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.connections import (
     ConnectionBook,
     ConnectionLimits,
@@ -109,6 +110,7 @@ class ServeOptions:
     limits: BodyLimits = field(default_factory=BodyLimits)
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
     policy: str = "auto"
@@ -339,6 +341,7 @@ async def _start(
         web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
+        chat=options.chat,
         fleet=fleet,
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
