@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
@@ -14,6 +15,7 @@ from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
+from loraplex.server.page.history import ServerHistory
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
@@ -49,3 +51,8 @@ class ServerDeps:
     continued: Counter[Continued] = field(default_factory=Counter)
     is_resampled: Callable[[str], bool] = lambda call_id: False
     tenants: Tenants | None = None
+
+    @cached_property
+    def history(self) -> ServerHistory:
+        """The last minutes, for the page."""
+        return ServerHistory(self.metrics, self.waiting)

@@ -306,3 +306,23 @@ SUPPORTED_VALUES: Final[Mapping[str, str]] = {
     "type": _TEXT_ONLY,
 }
 """Fields of messages that are supported with some values only, with advice on these."""
+
+
+class AdapterQuery(msgspec.Struct, kw_only=True):
+    """The query of a list of adapters. `contains`: part of the names wanted, in any case; `order`: the
+    highest first, except for names. Without a `limit` all are listed."""
+
+    contains: str = ""
+    tier: Literal["device", "loading", "host", "disk"] | None = None
+    order: Literal["name", "requests", "tokens", "in_flight", "loads", "rank"] = "name"
+    offset: Annotated[int, Meta(ge=0)] = 0
+    limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
+
+
+class OverviewQuery(msgspec.Struct, kw_only=True):
+    """The query of an overview: the `at_s` of the last sample and change that the client has, and the `etag`
+    of its map."""
+
+    samples_after: Annotated[float, Meta(ge=0)] = 0.0
+    changes_after: Annotated[float, Meta(ge=0)] = 0.0
+    map: str = ""

@@ -355,6 +355,8 @@ async def _start(
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
+    sampling = asyncio.create_task(deps.history.run(), name="sample for the page")
+    stack.callback(sampling.cancel)
     retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
     stack.callback(retrying.cancel)
     context = client.info.max_model_len
