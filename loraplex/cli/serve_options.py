@@ -15,6 +15,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import LogFormat, LogLevel
+from loraplex.server.chat_options import ReasoningParser, ToolCallParser
 
 
 def _replicas_up_to(most: int) -> Callable[[int | None], int | None]:
@@ -44,7 +45,7 @@ Adapters = Annotated[
         "--adapter",
         metavar="NAME=SOURCE",
         help="One adapter; the start fails if it cannot be served. Its folder, or a Hugging Face repository "
-        "(owner/name or owner/name@revision); may be repeated.",
+        "(owner/name or owner/name@revision), or s3://bucket/prefix; may be repeated.",
     ),
 ]
 Replicas = Annotated[
@@ -103,6 +104,24 @@ Period = Annotated[
 ]
 Migrate = Annotated[
     bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+]
+ToolParser = Annotated[
+    ToolCallParser,
+    typer.Option(
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="How the model writes calls of tools: hermes (Qwen too), llama3_json, mistral; none refuses "
+        "tools; auto: as its chat template has them.",
+    ),
+]
+ThinkParser = Annotated[
+    ReasoningParser,
+    typer.Option(
+        "--reasoning-parser",
+        metavar="FORMAT",
+        help="Whether <think> blocks are told from answers: qwen3, deepseek_r1, none; auto: if the chat "
+        "template knows them.",
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]
@@ -191,8 +210,8 @@ AllowedRepos = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN",
-        help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
-        "may be repeated. None by default.",
+        help="Hugging Face repositories and S3 folders that adapters may be fetched from at run time, as in "
+        "'my-org/*' or 's3://bucket/adapters/*'; may be repeated. None by default.",
     ),
 ]
 StateDir = Annotated[

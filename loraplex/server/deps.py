@@ -10,6 +10,7 @@ from functools import cached_property
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
@@ -43,6 +44,7 @@ class ServerDeps:
     bodies: BodyReader = field(default_factory=lambda: BodyReader(BodyLimits()))
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0
+    chat: ChatOptions = field(default_factory=ChatOptions)
     fleet: Fleet | None = None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None

@@ -59,20 +59,52 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`content` is null only beside calls. `tool_calls` and `reasoning_content` are present where there are
+    any."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """`rank`: 1 for the likeliest token; null for one that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, tokens by id: its own and the likeliest; null for the first."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`stop_reason` is the stop string or stop token that ended the choice, if one did."""
+    """`stop_reason` is the stop string or stop token that ended the choice, if one did. `token_ids` is there
+    with `return_token_ids`."""
 
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +114,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +144,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

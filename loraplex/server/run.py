@@ -21,8 +21,8 @@ import uvicorn
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
-from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
+from loraplex.adapters.remote import AllowedSources
 from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
@@ -38,6 +38,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.connections import (
     ConnectionBook,
     ConnectionLimits,
@@ -50,12 +51,12 @@ from loraplex.server.engine_status import Fleet, serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.left_out import keep_retrying
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
@@ -83,13 +84,13 @@ class ServeOptions:
     """Everything that a user may choose.
 
     `adapter_dirs` are served and open for loading; `allow_adapter_dirs` are only open for loading. `adapters`
-    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories. `shutdown_grace_s`:
-    seconds that requests in flight may continue after the signal. `num_replicas`: number of engine processes;
-    `ray`: the cluster they are placed on, if not on this machine; `backends`: servers that are used instead
-    of engine processes; `policy`: the name of the fleet's policy for routing and placement (`fleet.policy`),
-    with periods of `period_s` seconds. `engine_factory`: "module:name" of the function that builds the core
-    in the engine process. `tenants`: the tenants file. `shadow_twin_s`: seconds between replays of the last
-    minutes on a twin; None for never.
+    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories and S3 URLs.
+    `shutdown_grace_s`: seconds that requests in flight may continue after the signal. `num_replicas`: number
+    of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
+    that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
+    placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
+    function that builds the core in the engine process. `tenants`: the tenants file. `shadow_twin_s`:
+    seconds between replays of the last minutes on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -109,6 +110,7 @@ class ServeOptions:
     limits: BodyLimits = field(default_factory=BodyLimits)
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
     policy: str = "auto"
@@ -339,6 +341,7 @@ async def _start(
         web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
+        chat=options.chat,
         fleet=fleet,
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
@@ -387,7 +390,7 @@ def _adapter_service(
         registry=registry,
         shape=shape,
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
-        hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
+        remote=RemoteAdapters(AllowedSources(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
         alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
         stages_new=is_fleet,

@@ -1,11 +1,12 @@
 """What one tenant uses, against its limits.
 
     admit ──▶ Spending ── encoded ── generated, generated, ... ──▶ close
-              a request   the prompt  tokens as they come           the estimate of the rest is given up
+              a request   the prompt  tokens as they come           what was expected in vain is given back
 
-A request takes part in four counts: requests in the last minute, tokens in the last minute, choices in
-flight, and the tokens that choices in flight are *expected* to generate yet, from the latest answers of this
-tenant. A request is admitted while any tokens are left; an answer in progress is never cut.
+A request takes part in three counts: requests in the last minute, tokens in the last minute, and choices in
+flight. With its prompt, the tokens are counted that its answer is *expected* to have, by the latest answers
+of this tenant; those beyond are counted as they come, and those that did not come are given back. A request
+is admitted while any tokens are left; an answer in progress is never cut.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class Account:
         self._clock = clock
         self._requests: MinuteWindow | None = None
         self._tokens: MinuteWindow | None = None
-        self._held = 0  # tokens that are expected yet, of all choices in flight
         self._expected = float(_EXPECTED_AT_FIRST)
         self.num_in_flight = 0
         self.num_requests = 0
@@ -83,11 +83,11 @@ class Account:
         """Return OpenAI's headers about the limits per minute, as they are now."""
         found: list[tuple[bytes, bytes]] = []
         now_s = self._clock.now_s()
-        for name, window, held in (("requests", self._requests, 0), ("tokens", self._tokens, self._held)):
+        for name, window in (("requests", self._requests), ("tokens", self._tokens)):
             if window is not None:
                 values = {
                     "limit": str(window.limit),
-                    "remaining": str(max(window.room(now_s) - held, 0)),
+                    "remaining": str(max(window.room(now_s), 0)),
                     "reset": duration(window.reset_s(now_s)),
                 }
                 found += [(f"x-ratelimit-{k}-{name}".encode(), v.encode()) for k, v in values.items()]
@@ -101,9 +101,7 @@ class Account:
     @property
     def tokens_left(self) -> int | None:
         """Tokens that are left of this minute's; None without a limit."""
-        if self._tokens is None:
-            return None
-        return max(self._tokens.room(self._clock.now_s()) - self._held, 0)
+        return None if self._tokens is None else max(self._tokens.room(self._clock.now_s()), 0)
 
     def check_prompt(self, num_tokens: int, param: str) -> None:
         """Raise for prompts that never fit a minute, or that come when no tokens are left."""
@@ -117,38 +115,28 @@ class Account:
             )
         self._check_tokens(self._tokens, self._clock.now_s())
 
-    def expect(self, num_choices: int, max_tokens: int) -> int:
-        """Return the tokens that choices will probably generate, and hold that many back from others."""
-        expected = num_choices * min(max_tokens, math.ceil(self._expected))
-        self._held += expected
-        return expected
+    def expected(self, num_choices: int, max_tokens: int) -> int:
+        """Return the number of tokens that choices will probably generate."""
+        return num_choices * min(max_tokens, math.ceil(self._expected))
 
-    def use(self, *, prompt: int = 0, generated: int = 0, of_expected: int = 0) -> None:
-        """Count tokens; `of_expected` of them were held back."""
-        self._held -= of_expected
-        self.num_prompt_tokens += prompt
-        self.num_generated_tokens += generated
-        if self._tokens is not None:
-            self._tokens.use(prompt + generated, self._clock.now_s())
-
-    def end(self, num_choices: int, *, unused: int) -> None:
-        """Count choices that are over; `unused` tokens of theirs were held back in vain."""
-        self.num_in_flight -= num_choices
-        self._held -= unused
+    def use_tokens(self, num_tokens: int) -> None:
+        """Count tokens against the limit; below 0 to give them back."""
+        if self._tokens is None:
+            return
+        if num_tokens >= 0:
+            self._tokens.use(num_tokens, self._clock.now_s())
+        else:
+            self._tokens.give_back(-num_tokens, self._clock.now_s())
 
     def learn(self, tokens_of_a_choice: float) -> None:
         """Correct what is expected of answers by one that is complete."""
         self._expected += _WEIGHT_OF_LATEST * (tokens_of_a_choice - self._expected)
 
-    def give_back(self, num_prompt_tokens: int) -> None:
-        """Undo a request that was refused after it was counted, or that the server failed to answer."""
-        now_s = self._clock.now_s()
+    def uncount(self) -> None:
+        """Undo a request that was refused after it was admitted, or that the server failed to answer."""
         self.num_requests -= 1
-        self.num_prompt_tokens -= num_prompt_tokens
         if self._requests is not None:
-            self._requests.give_back(1, now_s)
-        if self._tokens is not None:
-            self._tokens.give_back(num_prompt_tokens, now_s)
+            self._requests.give_back(1, self._clock.now_s())
 
     def _check_in_flight(self, num_choices: int, param: str) -> None:
         limit = self.limits.max_in_flight
@@ -168,11 +156,8 @@ class Account:
             self._refuse(OverQuota.REQUESTS, f"{window.limit:,} requests per minute", window.wait_s(1, now_s))
 
     def _check_tokens(self, window: MinuteWindow, now_s: float) -> None:
-        if window.room(now_s) > self._held:
-            return
-        # Some of what is held will be used before: not later than when there would be room beside all of it.
-        wanted = min(self._held + 1, window.limit)
-        self._refuse(OverQuota.TOKENS, f"{window.limit:,} tokens per minute", window.wait_s(wanted, now_s))
+        if window.room(now_s) < 1:
+            self._refuse(OverQuota.TOKENS, f"{window.limit:,} tokens per minute", window.wait_s(1, now_s))
 
     def _refuse(self, reason: OverQuota, limit: str, wait_s: float) -> None:
         self.num_refused[reason] += 1
@@ -197,17 +182,20 @@ class Spending:
 
     def encoded(self, num_prompt_tokens: int, max_tokens: int, *, param: str = "prompt") -> None:
         """Count the tokens of the prompts. `max_tokens`: of each choice. Raises as `Account.admit` does."""
-        self._account.check_prompt(num_prompt_tokens, param)
-        self._account.use(prompt=num_prompt_tokens)
+        account = self._account
+        account.check_prompt(num_prompt_tokens, param)
+        self._expected = account.expected(self._num_choices, max_tokens)
+        account.use_tokens(num_prompt_tokens + self._expected)
+        account.num_prompt_tokens += num_prompt_tokens
         self._num_prompt_tokens = num_prompt_tokens
-        self._expected = self._account.expect(self._num_choices, max_tokens)
 
     def generated(self, num_tokens: int) -> None:
         """Count tokens that were generated."""
-        of_expected = min(num_tokens, self._expected)
-        self._expected -= of_expected
+        was_expected = min(num_tokens, self._expected)
+        self._expected -= was_expected
         self._num_generated += num_tokens
-        self._account.use(generated=num_tokens, of_expected=of_expected)
+        self._account.num_generated_tokens += num_tokens
+        self._account.use_tokens(num_tokens - was_expected)
 
     def close(self, *, is_complete: bool = False, is_refused: bool = False) -> None:
         """End the request. `is_complete`: its answer is. `is_refused`: it was refused, or the server failed;
@@ -215,11 +203,15 @@ class Spending:
         if not self._is_open:
             return
         self._is_open = False
-        self._account.end(self._num_choices, unused=self._expected)
+        account = self._account
+        account.num_in_flight -= self._num_choices
+        account.use_tokens(-self._expected)
         if is_complete:
-            self._account.learn(self._num_generated / self._num_choices)
+            account.learn(self._num_generated / self._num_choices)
         elif is_refused and self._num_generated == 0:
-            self._account.give_back(self._num_prompt_tokens)
+            account.uncount()
+            account.use_tokens(-self._num_prompt_tokens)
+            account.num_prompt_tokens -= self._num_prompt_tokens
 
 
 def duration(seconds: float) -> str:
