@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
@@ -17,6 +18,9 @@ from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
+if TYPE_CHECKING:
+    from loraplex.server.traces import Traces
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
@@ -25,7 +29,7 @@ class ServerDeps:
     `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
-    `is_resampled`: see ServingEngine.
+    `is_resampled`: see ServingEngine. `traces`: None if none are asked for.
     """
 
     text: TextEngine
@@ -45,3 +49,4 @@ class ServerDeps:
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)
     is_resampled: Callable[[str], bool] = lambda call_id: False
+    traces: Traces | None = None

@@ -60,6 +60,7 @@ from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
+from loraplex.server.trace_setup import traces_of
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -115,6 +116,7 @@ class ServeOptions:
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
     shadow_twin_s: float | None = None
+    otlp_endpoint: str | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -280,6 +282,10 @@ async def _start(
 ) -> tuple[ServerDeps, ServingEngine, int]:
     """Start everything that requests need, prepared for the initial adapters. The number returned is that of
     the adapters left out."""
+    clock = MonotonicClock()
+    traces = await asyncio.to_thread(traces_of, options.otlp_endpoint, clock)
+    if traces is not None:
+        stack.callback(traces.close)
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
@@ -317,7 +323,6 @@ async def _start(
         )
     assert client.info is not None, "a started engine has said what it can hold"
     announcer.registered(report.num_served)
-    clock = MonotonicClock()
     text = TextEngine(
         engine=client,
         tokenizer=tokenizer,
@@ -341,6 +346,7 @@ async def _start(
         continued=client.continued,
         is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
+        traces=traces,
     )
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
