@@ -64,6 +64,7 @@ def serve_options(
     otlp_endpoint: option.OtlpEndpoint = None,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
+    tenants: option.TenantsPath = None,
     allowed_hosts: option.AllowedHosts = None,
     allowed_origins: option.AllowedOrigins = None,
 ) -> ServeOptions:
@@ -74,6 +75,7 @@ def serve_options(
     kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
     admin_keys = option.parse_keys(admin_key, "--admin-key")
+    option.refuse_key_beside_tenants(api_keys, tenants)
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
@@ -119,6 +121,7 @@ def serve_options(
         state_dir=state_dir,
         api_keys=api_keys,
         admin_keys=admin_keys,
+        tenants=tenants,
         allowed_hosts=hosts,
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),

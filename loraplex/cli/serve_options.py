@@ -263,6 +263,15 @@ AdminKeys = Annotated[
         "machine may.",
     ),
 ]
+TenantsPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="LORAPLEX_TENANTS",
+        help="TOML file with the tenants that may use the server: their keys, adapters and limits. It is "
+        "read again when it changes; `loraplex tenant` writes it.",
+    ),
+]
 AllowedHosts = Annotated[
     list[str] | None,
     typer.Option(
@@ -335,6 +344,16 @@ def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:
     if any(not key.strip() for key in keys or ()):
         raise typer.BadParameter("a key must not be empty", param_hint=option)
     return tuple(keys or ())
+
+
+def refuse_key_beside_tenants(api_keys: Sequence[str], tenants: Path | None) -> None:
+    """Refuse API keys of nobody where every key belongs to a tenant."""
+    if api_keys and tenants is not None:
+        raise typer.BadParameter(
+            "with --tenants, every key belongs to a tenant; leave it out, or LORAPLEX_API_KEY, and make keys "
+            "with `loraplex tenant add`",
+            param_hint="--api-key",
+        )
 
 
 def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option: str) -> tuple[str, ...]:

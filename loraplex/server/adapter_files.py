@@ -19,6 +19,7 @@ from loraplex.core.errors import AdapterError, AdapterFormatError, PathNotAllowe
 from loraplex.core.hub import HubRepo
 from loraplex.core.shape import ModelShape
 from loraplex.server.remote_adapters import RemoteAdapters
+from loraplex.server.tenants.tenants_file import LoadSources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +47,41 @@ class AdapterFiles:
         self.remote = remote
         self.known_as = known_as
 
-    async def read(self, path: str) -> ReadAdapter:
-        """Read the adapter in a folder or a remote source, which is fetched completely before it is read.
+    async def read(self, path: str, sources: LoadSources | None = None) -> ReadAdapter:
+        """Read the adapter in a folder or a remote source, which must also be within `sources`. A remote
+        source is fetched completely before it is read.
 
         Raises AdapterError if there is no adapter or it cannot be served, PathNotAllowedError if the location
         is not open.
         """
+        if sources is not None:
+            return await self._within(sources).read(self._locate_within(sources, path))
         located = self._locate(path)
         if isinstance(located, Path):
             return await asyncio.to_thread(self._read, located, None)
         folder = await self.remote.fetch(located)
         return await asyncio.to_thread(self._read, folder, located.at(folder.name))
+
+    def _within(self, sources: LoadSources) -> AdapterFiles:
+        """Return a reader of files that are within `sources`. Its errors name no other folders."""
+        remote = self.remote.within(sources.repos)
+        return AdapterFiles(shape=self.shape, allowed=sources.paths, remote=remote, known_as=self.known_as)
+
+    def _locate_within(self, sources: LoadSources, path: str) -> str:
+        """Return the folder or repository that a request means, if the server has opened it, and it is within
+        `sources`."""
+        try:
+            located = self._within(sources)._locate(path)
+            if isinstance(located, Path):
+                return str(self._check_path(str(located)))
+            self.remote.allowed.check(located)
+        except PathNotAllowedError as error:
+            raise PathNotAllowedError(
+                f"{path!r} is not among the folders and repositories that this key's tenant may load "
+                "adapters from; the operator opens them for it in the tenants file, with `load_from`, and "
+                "for the server with --allow-adapter-dir or --allow-adapter-repo"
+            ) from error
+        return path
 
     async def read_again(self, ref: VersionRef) -> ReadAdapter:
         """Read a version whose files were read before.

@@ -15,6 +15,7 @@ from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
 from loraplex.server.shadow_twin import ShadowTwin
+from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
@@ -29,7 +30,8 @@ class ServerDeps:
     `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
-    `is_resampled`: see ServingEngine. `traces`: None if none are asked for.
+    `is_resampled`: see ServingEngine. `tenants`: None if all clients have the same rights. `traces`: None if
+    none are asked for.
     """
 
     text: TextEngine
@@ -50,3 +52,4 @@ class ServerDeps:
     continued: Counter[Continued] = field(default_factory=Counter)
     is_resampled: Callable[[str], bool] = lambda call_id: False
     traces: Traces | None = None
+    tenants: Tenants | None = None

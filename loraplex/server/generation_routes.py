@@ -22,18 +22,23 @@ from loraplex.server.chat_messages import template_messages
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
+from loraplex.server.errors import describe
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
+from loraplex.server.tenants.access import access_of
+from loraplex.server.tenants.account import Spending
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
 # Prompts × n of one request; each becomes a separate engine request.
 MAX_CHOICES_PER_REQUEST: Final = 2048
 _ERRORS: Final = (401, 404, 429, 500, 503)
+_NOT_COUNTED: Final = frozenset({429, *range(500, 600)})
+"""Statuses of answers that do not count against a tenant's limits."""
 
 
 def generation_router(deps: ServerDeps) -> APIRouter:
@@ -77,7 +82,8 @@ def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
     """
     record = request_record(request.scope)
     record.ask(body.model)
-    lease = deps.adapters.lease(body.model, key=body.user or body.safety_identifier or record.request_id)
+    key = body.user or body.safety_identifier or record.request_id
+    lease = deps.adapters.lease(body.model, key=key, access=access_of(request.scope))
     record.version = lease.version
     return lease
 
@@ -87,6 +93,7 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = chat_params(body)
+        spending = _spending(request, params.n, on_failure, param="n")
         ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
         on_failure.callback(ticket.close)
         encoding = deps.text.prompts.encode_chat(
@@ -98,11 +105,12 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         await deps.text.check_structure(params)
         try:
             checked = deps.text.check([prompt], params)
+            _spend(spending, checked)
         except InvalidRequestError as error:
             if error.param == "prompt":
                 raise type(error)(str(error), param="messages") from None
             raise
-        generation = _generation("chatcmpl", checked, lease, body)
+        generation = _generation(request, "chatcmpl", checked, lease, body)
         chat_format = ChatFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
@@ -110,7 +118,7 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
             with_logprobs=params.logprobs is not None,
             include_usage=generation.include_usage,
         )
-        response = _response(deps, request, generation, chat_format, ticket)
+        response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
 
@@ -122,14 +130,18 @@ async def _start_completion(
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = completion_params(body)
+        num_choices = _num_choices(body, params)
+        spending = _spending(request, num_choices, on_failure)
         ticket = deps.waiting.admit(
-            _num_choices(body, params), adapter=lease.version, was_admitted=bool(body.output_token_ids)
+            num_choices, adapter=lease.version, was_admitted=bool(body.output_token_ids)
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
         checked, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
+        _spend(spending, checked)
         prompt_only = body.max_tokens == 0
         generation = _generation(
+            request,
             "cmpl",
             checked,
             lease,
@@ -149,12 +161,39 @@ async def _start_completion(
             prompt_ids=checked.prompts if body.return_token_ids else None,
             logprobs_by_id=bool(body.return_tokens_as_token_ids),
         )
-        response = _response(deps, request, generation, completion_format, ticket)
+        response = _response(deps, request, generation, completion_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
 
 
+def _spending(
+    request: Request, num_choices: int, on_failure: ExitStack, *, param: str = "prompt"
+) -> Spending | None:
+    """Count a request of a tenant, if it is one, within the tenant's limits. Raises QuotaError beyond them. A
+    request that is refused later on, or fails because of the server, is not counted."""
+    account = access_of(request.scope).account
+    if account is None:
+        return None
+    spending = account.admit(num_choices, param=param)
+
+    def close(kind: object, error: BaseException | None, traceback: object) -> None:
+        is_ours = isinstance(error, Exception) and describe(error).status in _NOT_COUNTED
+        spending.close(is_refused=is_ours)
+
+    on_failure.push(close)
+    return spending
+
+
+def _spend(spending: Spending | None, checked: CheckedPrompts) -> None:
+    """Count the tokens of the prompts; raises as `_spending` does."""
+    if spending is not None:
+        spending.encoded(
+            sum(map(len, checked.prompts)), max(params.max_tokens or 0 for params in checked.fitted)
+        )
+
+
 def _generation(
+    request: Request,
     prefix: str,
     checked: CheckedPrompts,
     lease: Lease,
@@ -163,6 +202,7 @@ def _generation(
     prompt_only: bool = False,
     output_token_ids: tuple[int, ...] = (),
 ) -> Generation:
+    access = access_of(request.scope)
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         checked=checked,
@@ -171,7 +211,15 @@ def _generation(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
+        tenant=access.tenant,
+        priority=access.priority,
+        cache_salt=_salt(access.cache_salt, body.cache_salt),
     )
+
+
+def _salt(of_tenant: str, of_request: str | None) -> str:
+    """Return the salt of a request, which no other tenant can have: a tenant's name has no slash."""
+    return of_tenant if of_request is None else f"{of_tenant}/{of_request}"
 
 
 def _response(
@@ -180,6 +228,7 @@ def _response(
     generation: Generation,
     answer_format: AnswerFormat,
     ticket: WaitingTicket,
+    spending: Spending | None,
 ) -> GenerationResponse:
     checked = generation.checked
     ticket.encoded(checked.prompts, checked.params.n)
@@ -196,6 +245,7 @@ def _response(
         answer_format=answer_format,
         meter=meter,
         ticket=ticket,
+        spending=spending,
         pacer=deps.pacer,
         is_resampled=deps.is_resampled,
     )

@@ -35,14 +35,19 @@ def live_response() -> Response:
 
 
 def ready_response(
-    status: EngineStatus, why_no_adapters: str | None = None, *, is_ready_without: bool = True
+    status: EngineStatus,
+    why_no_adapters: str | None = None,
+    *,
+    is_ready_without: bool = True,
+    note: str | None = None,
 ) -> Response:
     """Return the answer of /health/ready. `why_no_adapters`: why a ready engine serves none of its adapters;
-    None if it serves any, or has none to serve. `is_ready_without`: it counts as ready nevertheless."""
+    None if it serves any, or has none to serve. `is_ready_without`: it counts as ready nevertheless. `note`:
+    what else should be known of a ready server."""
     if status.state is EngineState.READY and why_no_adapters is not None and not is_ready_without:
         return _not_ready(EngineDeadError(why_no_adapters), EngineState.STARTING, "adapters", None)
     if status.state is EngineState.READY:
-        return _json(Health(message=why_no_adapters or msgspec.UNSET), 200)
+        return _json(Health(message=why_no_adapters or note or msgspec.UNSET), 200)
     return _not_ready(EngineDeadError(status.explain()), status.state, status.phase, status.fraction)
 
 

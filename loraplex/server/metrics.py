@@ -237,6 +237,11 @@ class RequestMeter:
         """Seconds from arrival to the first token, once it is there."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all choices have ended as they should. Not for a request that is closed."""
+        return self.failure is None and self.finish_reasons.total() == self.num_choices
+
     def fail(self, error: Exception) -> None:
         """Record the error that ends the request; not called if the client disconnected."""
         self.failure = Failure.of(error)

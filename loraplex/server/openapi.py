@@ -33,6 +33,7 @@ from loraplex.server.responses import (
     ModelList,
     Placement,
     ReplicaList,
+    TenantList,
     Text,
     Tokens,
     Version,
@@ -42,13 +43,13 @@ _REF: Final = "#/components/schemas/{name}"
 _ERROR_TEXT: Final = {
     400: "The request is wrong; the message says what and how to fix it",
     401: "No valid API key",
-    403: "The client may not change adapters, or not load them from this path or repository",
+    403: "The client may not do this, or not load adapters from this path or repository",
     404: "There is no such model or adapter",
     408: "The request body did not arrive in time",
     409: "The adapter is being changed by another call, or the state directory cannot be written",
     413: "The request body is too large",
     415: "The request body is compressed",
-    429: "The queue is full; try again after `retry-after` seconds",
+    429: "The queue is full, or a limit of the tenant reached; try again after `retry-after` seconds",
     500: "This request failed in the server",
     503: "The engine is down or restarting, or the server is overloaded; try again",
     507: "The disk of the state directory is full",
@@ -59,7 +60,7 @@ _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
     AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
-    ScaleRequest, ReplicaList, PlacementRequest, Placement, ErrorBody,
+    ScaleRequest, ReplicaList, PlacementRequest, Placement, TenantList, ErrorBody,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,12 @@ class RemoteAdapters:
         self.allowed = allowed or AllowedSources()
         self._fetch = fetch
         self._threads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="fetch-adapter")
+
+    def within(self, allowed: AllowedSources) -> RemoteAdapters:
+        """Return the same with other allowed sources; it shares the downloads, and is not closed."""
+        narrowed = copy.copy(self)
+        narrowed.allowed = allowed
+        return narrowed
 
     async def fetch(self, source: RemoteSource) -> Path:
         """Fetch a source and return the adapter's folder. Raises AdapterError."""

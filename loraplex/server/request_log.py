@@ -54,7 +54,9 @@ class RequestRecord:
     `arrival_s`: time when its headers had been read, before any processing. `key_kind`: the kind of its key,
     if one was required. `model` and `version`: the name it asked for and the version behind it; `version` is
     None for the base model. `completion_id`: the `id` in the answer's body. `replicas`: the replicas it was
-    sent to, one after the other. `failure`: the error that ended it. `trace`: its span, if it is traced.
+    sent to, one after the other. `failure`: the error that ended it. `tenant`: whose key it sent, where there
+    are tenants. `late_headers`: headers for its response, whose values are known when it begins. `trace`: its
+    span, if it is traced.
     """
 
     request_id: str
@@ -63,12 +65,14 @@ class RequestRecord:
     client: str | None
     arrival_s: float
     key_kind: str | None = None
+    tenant: str | None = None
     model: str | None = None
     version: str | None = None
     completion_id: str | None = None
     meter: RequestMeter | None = None
     usage: Callable[[], Usage] | None = None
     failure: Failure | None = None
+    late_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     replicas: list[int] = field(default_factory=list)
     trace: RequestTrace | None = None
 
@@ -159,6 +163,7 @@ class _Exchange:
             headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, self._record.request_id.encode())]
             if self._record.version is not None:
                 headers.append((VERSION_HEADER, self._record.version.encode()))
+            headers += self._record.late_headers()
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self.complete = True
@@ -225,6 +230,7 @@ def _line(record: RequestRecord, status: int, failure: Failure | None, seconds: 
         "id": record.completion_id,
         "client": record.client,
         "key": record.key_kind,
+        "tenant": record.tenant,
     }
 
 

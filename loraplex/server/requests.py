@@ -21,6 +21,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
+MAX_SALT_CHARS: Final = 256
 MAX_LISTED_CHOICES: Final = 1024
 """Most texts of `guided_choice`."""
 StopString = Annotated[str, Meta(min_length=1)]
@@ -97,6 +98,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
     # canary.
     user: str | None = None

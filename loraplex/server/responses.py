@@ -165,7 +165,8 @@ class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` describe its weights, which several names
     may share; `in_flight`, `hits`, `requests` and `tokens` count this name's requests since the start,
-    including its canary's. `previous`: versions that it stood for before, latest first.
+    including its canary's; they are 0 for a tenant that may not change the adapter, as is `loads`.
+    `previous`: versions that it stood for before, latest first.
 
     `path` is its folder; only administrators see it.
     """
@@ -209,6 +210,39 @@ class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float | None
     output_tokens: float | None
     data: list[AdapterDemandInfo]
+
+
+class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits are
+    null without one; `requests_left` and `tokens_left` are of the last minute."""
+
+    name: str
+    adapters: list[str]
+    base_model: bool
+    administers: list[str]
+    operator: bool
+    metrics: bool
+    share: float
+    priority: int
+    requests_per_minute: int | None
+    requests_left: int | None
+    tokens_per_minute: int | None
+    tokens_left: int | None
+    max_in_flight: int | None
+    in_flight: int
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    refused: dict[str, int]
+
+
+class TenantList(msgspec.Struct, frozen=True, kw_only=True):
+    """The tenants that the sender may know of: itself, or all for an operator. `trouble`: why the tenants
+    file as it is now is not in force; null if it is, and for all but operators."""
+
+    object: Literal["list"] = "list"
+    data: list[TenantInfo]
+    trouble: str | None
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):

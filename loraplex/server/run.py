@@ -60,6 +60,7 @@ from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
+from loraplex.server.tenants.tenants_watch import TenantsWatch
 from loraplex.server.trace_setup import traces_of
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
@@ -88,8 +89,9 @@ class ServeOptions:
     of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
     that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
     placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
-    function that builds the core in the engine process. `shadow_twin_s`: seconds between replays of the last
-    minutes on a twin; None for never.
+    function that builds the core in the engine process. `tenants`: the tenants file. `otlp_endpoint`: the
+    collector of traces, if OpenTelemetry's variables do not name it. `shadow_twin_s`: seconds between
+    replays of the last minutes on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -103,6 +105,7 @@ class ServeOptions:
     state_dir: Path | None = None
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    tenants: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     limits: BodyLimits = field(default_factory=BodyLimits)
@@ -214,7 +217,7 @@ async def _run(
         base_model=deps.adapters.base_model,
         adapters=[adapter.name for adapter in deps.adapters.served()],
         num_skipped=num_skipped,
-        needs_key=bool(deps.api_keys),
+        needs_key=bool(deps.api_keys) or deps.tenants is not None,
         has_chat=deps.text.tokenizer.has_chat_template,
         replicas=None if deps.fleet is None else f"{serving_in_words(deps.fleet)}, policy {options.policy}",
         batching=_batching_in_words(options),
@@ -286,6 +289,7 @@ async def _start(
     traces = await asyncio.to_thread(traces_of, options.otlp_endpoint, clock)
     if traces is not None:
         stack.callback(traces.close)
+    watch = None if options.tenants is None else TenantsWatch(options.tenants, clock)
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
@@ -347,7 +351,11 @@ async def _start(
         is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
         traces=traces,
+        tenants=None if watch is None else watch.tenants,
     )
+    if watch is not None:
+        rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
+        stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
@@ -360,6 +368,7 @@ async def _start(
         *namesake_notes(registry, state_dir),
         *ttft_note(client, options.waiting.max_ttft_s),
         *report.notes,
+        *(() if watch is None else watch.notes([each.name for each in service.served()])),
     )
     for note in shared_state_note(registry, state_dir):
         logger.info("%s", note)
