@@ -129,9 +129,12 @@ class GenerationResponse(Response):
         self._spending = spending
         self._pacer = pacer
         self._usage = _UsageCount(generation, is_resampled)
+        self._traced = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_record(scope).begin(self._generation.request_id, self._meter, self._usage.total)
+        record = request_record(scope)
+        record.begin(self._generation.request_id, self._meter, self._usage.total)
+        self._traced = record.trace is not None and record.trace.is_recorded
         is_stream = self._generation.stream
         work = self._send_stream(scope, send) if is_stream else self._send_whole(scope, receive, send)
         try:
@@ -160,6 +163,7 @@ class GenerationResponse(Response):
             tenant=job.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            traced=self._traced,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:
