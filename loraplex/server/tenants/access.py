@@ -1,4 +1,4 @@
-"""What the sender of a request may see, use and change."""
+"""The rights of the sender of a request: to see, use and change."""
 
 from __future__ import annotations
 

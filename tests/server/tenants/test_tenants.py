@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from log_lines import Lines
 from server_fixtures import USER, Api, Served, events, live, write_adapter
 from serving_fakes import says
 
+import loraplex
 from loraplex.core.clock import ManualClock
 
 NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
 OTHERS = ("globex-chat", "globex-secret", "globex", "ops")
-"""What acme must never read."""
+"""Names that acme must never read."""
 
 
 def stored(key: str) -> str:
@@ -356,3 +359,13 @@ def test_the_log_says_whose_request_it_was(api: Api) -> None:
     finally:
         logger.removeHandler(lines)
         logger.setLevel(logging.NOTSET)
+
+
+def test_no_route_looks_models_up_for_everybody() -> None:
+    lookups = []
+    for path in sorted((Path(loraplex.__file__).parent / "server").rglob("*routes*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and re.search(r"adapters\.(find|lease)$", ast.unparse(node.func)):
+                lookups.append(path.name)
+                assert "access" in ast.unparse(node), f"{path}:{node.lineno} must pass the sender's access"
+    assert {"generation_routes.py", "model_routes.py", "utility_routes.py"} <= set(lookups)
