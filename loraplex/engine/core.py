@@ -15,14 +15,16 @@ from typing import Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.batching import Batching
+from loraplex.core.clock import MonotonicClock
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.compilation import GrammarCompilation
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
 from loraplex.engine.grammars import AnswerGrammar, Grammars
-from loraplex.perf.cost_model import CostKind
+from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -58,13 +60,15 @@ class Engine:
         memory: Memory,
         executor: Executor,
         costs: DriftWatch | None = None,
+        request_costs: CostModel | None = None,
         grammars: Grammars | None = None,
         count_workers: Callable[[], int] | None = None,
         load_deadline_s: float = LOAD_DEADLINE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`costs`: predicted costs on this machine, corrected by measured ones. `grammars`: of structured
-        output; None for an engine without a tokenizer, which refuses it. `count_workers`: returns how
+        """`costs`: predicted costs on this machine, corrected by measured ones. `request_costs`: by which
+        tenants are charged, if not by these. `grammars`: of structured output; None for an engine without a
+        tokenizer, which refuses it. `count_workers`: returns how
         many CPU workers are ready now; None if their number does not change. `load_deadline_s`: requests fail
         if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
         longest that a step waits for a load."""
@@ -76,7 +80,9 @@ class Engine:
         self.num_workers = config.num_workers
         self._table = memory.table
         self._swaps = memory.pool.host is not None
-        self._scheduler = Scheduler(config, memory, costs)
+        self._scheduler = Scheduler(
+            config, memory, costs, request_costs=request_costs, clock=MonotonicClock()
+        )
         self._costs = costs
         self._count_workers = count_workers
         self._executor = executor
@@ -276,6 +282,9 @@ class Engine:
         for version in self._table.serving.take_evictions():
             self._executor.evict_adapter(version)
         return self._scheduler.take_removed_adapters()
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        self._scheduler.fair.set_policies(policies)
 
     def stage_adapter(self, version: str) -> None:
         """Read a version into host memory before any request asks for it, if there is room."""

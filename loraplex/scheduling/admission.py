@@ -70,6 +70,7 @@ class Admission:
                 self._batcher.now_s,
                 lambda: self._batcher.end_pace(self._running),
             )
+        self._waiting.arrange(max(self._config.prefetch_depth, self._config.max_running))
         self._adapters.bring_in(self._waiting, self._running)
         if self._pins.refused is not None:
             self._pressure.give_back_merged()

@@ -7,6 +7,7 @@ from loraplex.core import errors
 from loraplex.core.request import EngineOutput, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server import protocol_ipc as ipc
 from loraplex.server.pool.messages import Holder
 
@@ -17,6 +18,7 @@ COMMANDS: list[ipc.Command] = [
     ipc.Cancel("a"),
     ipc.AddAdapter(spec_of("v1"), (Holder("tcp://[::1]:5555"),)),
     ipc.RemoveAdapter("v1"),
+    ipc.SetTenants((TenantPolicy(name="a", share=0.5, priority=-1, slo_ttft=2.0, slo_tpt=0.1),)),
     ipc.GetStats(),
     ipc.Shutdown(),
 ]
