@@ -148,18 +148,21 @@ class TextEngine:
         tenant: str = NO_TENANT,
         priority: int = 0,
         cache_salt: str = "",
+        slo_ttft_s: float | None = None,
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found. `tenant`,
-        `priority`, `cache_salt`: see EngineRequest.
+        `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
-        requests = self._expand(checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt)
+        requests = self._expand(
+            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
+        )
         choices = (_Choice(n, self.tokenizer, request, stops) for n, request in enumerate(requests))
         return self._run_one(next(choices)) if checked.num_choices == 1 else self._run_many(choices)
 
@@ -172,6 +175,7 @@ class TextEngine:
         tenant: str,
         priority: int,
         cache_salt: str,
+        slo_ttft_s: float | None,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -190,6 +194,7 @@ class TextEngine:
                     tenant=tenant,
                     priority=priority,
                     cache_salt=cache_salt,
+                    slo_ttft_s=slo_ttft_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:

@@ -83,8 +83,8 @@ class AnswerFormat(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
-    the beginning of the answer, generated elsewhere. `tenant`, `priority`, `cache_salt`: see
-    EngineRequest."""
+    the beginning of the answer, generated elsewhere. `tenant`, `priority`, `cache_salt`,
+    `slo_ttft_s`: see EngineRequest."""
 
     request_id: str
     checked: CheckedPrompts
@@ -96,6 +96,7 @@ class Generation:
     tenant: str = NO_TENANT
     priority: int = 0
     cache_salt: str = ""
+    slo_ttft_s: float | None = None
 
 
 class GenerationResponse(Response):
@@ -158,6 +159,7 @@ class GenerationResponse(Response):
             tenant=job.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            slo_ttft_s=job.slo_ttft_s,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:

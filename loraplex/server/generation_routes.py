@@ -214,6 +214,7 @@ def _generation(
         tenant=access.tenant,
         priority=access.priority,
         cache_salt=_salt(access.cache_salt, body.cache_salt),
+        slo_ttft_s=access.slo_ttft_s(lease.name),
     )
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,10 +20,17 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server.tenants.keys import StoredKey
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_edit import add_tenant, rotate_key
-from loraplex.server.tenants.tenants_file import TenantsFile, TenantsFileError, parse_tenants, read_text
+from loraplex.server.tenants.tenants_file import (
+    AdapterSlo,
+    TenantsFile,
+    TenantsFileError,
+    parse_tenants,
+    read_text,
+)
 from loraplex.server.tenants.tenants_watch import TenantsWatch
 
 FILE = Path("tenants.toml")
@@ -65,7 +72,7 @@ def test_everything_that_the_file_says_is_there() -> None:
     ]  # fmt: skip
     assert (acme.administers.match("acme-x"), acme.administers.match("acme-xy")) == (True, False)
     assert (acme.uses_base, file.tenants["nobody"].uses_base) == (False, True)
-    assert file.adapter_slos == {"acme-chat": (0.25, None)}
+    assert file.adapter_slos == {"acme-chat": AdapterSlo(slo_ttft=0.25)}
     assert file.shares_prefix_cache
 
 
@@ -88,7 +95,7 @@ def test_everything_that_the_file_says_is_there() -> None:
         ("[tenants.a]\nrequests_per_minute = 0", "requests_per_minute: Expected `int` >= 1"),
         ("[tenants.a]\nrequests_per_minute = -5", "requests_per_minute: Expected `int` >= 1"),
         ("[tenants.a]\nrequests_per_minute = 1.5", "requests_per_minute: Expected `int"),
-        ("[tenants.a]\ntokens_per_minute = 9223372036854775807", "tokens_per_minute: Expected `int` <= 10000000"),
+        ("[tenants.a]\ntokens_per_minute = 9223372036854775807", "tokens_per_minute: Expected `int` <= "),
         ("[tenants.a]\ntokens_per_minute = nan", "tokens_per_minute: nan is no amount"),
         ("[tenants.a]\nmax_in_flight = true", "max_in_flight: Expected `int"),
         ("[tenants.a]\nshare = nan", "share: nan is no amount"),
@@ -282,10 +289,10 @@ def test_a_changed_file_is_in_force_and_what_was_used_stays_used(watched: tuple[
     assert first is not None
     assert first.account is not None
     first.account.admit(1)
-    changes = []
-    watch.on_change = lambda: changes.append(watch.tenants.policies())
+    told: list[Sequence[TenantPolicy]] = []
+    watch.tell(told.append)
     asyncio.run(watch.look())
-    assert not changes
+    assert len(told) == 1
     path.write_text(f"[tenants.acme]\nkeys = [{stored('other')}]\nrequests_per_minute = 5\nshare = 3\n")
     asyncio.run(watch.look())
     assert watch.tenants.find(b"k") is None
@@ -293,7 +300,7 @@ def test_a_changed_file_is_in_force_and_what_was_used_stays_used(watched: tuple[
     assert found is not None
     assert found.account is first.account
     assert found.account.requests_left == 4
-    assert [[policy.share for policy in policies] for policies in changes] == [[3.0]]
+    assert [[policy.share for policy in policies] for policies in told] == [[1.0], [3.0]]
 
 
 def _break(path: Path) -> None:
