@@ -162,6 +162,7 @@ class TextEngine:
         tenant: str = NO_TENANT,
         priority: int = 0,
         cache_salt: str = "",
+        slo_ttft_s: float | None = None,
         traced: bool = False,
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
@@ -170,13 +171,13 @@ class TextEngine:
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
         `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`,
-        `traced`: see EngineRequest.
+        `slo_ttft_s`, `traced`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
         requests: Iterator[EngineRequest] = self._expand(
-            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt
+            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
         )
         if traced:
             requests = (replace(each, traced=True) for each in requests)
@@ -194,6 +195,7 @@ class TextEngine:
         tenant: str,
         priority: int,
         cache_salt: str,
+        slo_ttft_s: float | None,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -212,6 +214,7 @@ class TextEngine:
                     tenant=tenant,
                     priority=priority,
                     cache_salt=cache_salt,
+                    slo_ttft_s=slo_ttft_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:

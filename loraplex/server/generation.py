@@ -84,7 +84,7 @@ class AnswerFormat(Protocol):
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
     the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
-    text. `tenant`, `priority`, `cache_salt`: see EngineRequest."""
+    text. `tenant`, `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest."""
 
     request_id: str
     checked: CheckedPrompts
@@ -97,6 +97,7 @@ class Generation:
     tenant: str = NO_TENANT
     priority: int = 0
     cache_salt: str = ""
+    slo_ttft_s: float | None = None
 
 
 class GenerationResponse(Response):
@@ -163,6 +164,7 @@ class GenerationResponse(Response):
             tenant=job.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            slo_ttft_s=job.slo_ttft_s,
             traced=self._traced,
         )
 

@@ -304,6 +304,8 @@ async def _start(
 
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
+    if watch is not None:
+        watch.tell(client.set_tenants)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
