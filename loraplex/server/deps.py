@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
@@ -21,6 +22,9 @@ from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
+if TYPE_CHECKING:
+    from loraplex.server.traces import Traces
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
@@ -29,7 +33,8 @@ class ServerDeps:
     `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
-    `is_resampled`: see ServingEngine. `tenants`: None if all clients have the same rights.
+    `is_resampled`: see ServingEngine. `tenants`: None if all clients have the same rights. `traces`: None if
+    none are asked for.
     """
 
     text: TextEngine
@@ -50,6 +55,7 @@ class ServerDeps:
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)
     is_resampled: Callable[[str], bool] = lambda call_id: False
+    traces: Traces | None = None
     tenants: Tenants | None = None
 
     @cached_property
