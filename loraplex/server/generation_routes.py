@@ -82,6 +82,8 @@ def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
     """
     record = request_record(request.scope)
     record.ask(body.model)
+    if access_of(request.scope).account is None:
+        record.late_headers = deps.waiting.headers
     key = body.user or body.safety_identifier or record.request_id
     lease = deps.adapters.lease(body.model, key=key, access=access_of(request.scope))
     record.version = lease.version

@@ -20,6 +20,7 @@ from serving_fakes import says
 
 import loraplex
 from loraplex.core.clock import ManualClock
+from loraplex.server.waiting import WaitingLimits
 
 NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
 OTHERS = ("globex-chat", "globex-secret", "globex", "ops")
@@ -296,6 +297,21 @@ def test_every_answer_has_the_limits_and_what_is_left(make_api: Callable[..., Ap
     assert limits_of(chat(api, "globex", "globex-chat")) == {}, "it has no limits"
     clock.advance(51.0)
     assert chat(api, "acme", "base", max_tokens=1).status_code == 200
+
+
+def test_without_tenants_the_headers_are_about_the_queue(make_api: Callable[..., Api]) -> None:
+    api = make_api(waiting=WaitingLimits(max_requests=3, max_tokens=500))
+    answer = api.post("/v1/completions", {"model": "base", "prompt": [1, 2], "n": 2, "max_tokens": 1})
+    assert limits_of(answer) == {
+        "limit-requests": "3", "remaining-requests": "3", "reset-requests": "0s",
+        "limit-tokens": "500", "remaining-tokens": "500", "reset-tokens": "0s",
+    }  # fmt: skip
+    ticket = api.served.deps.waiting.admit(3)
+    refused = api.post("/v1/completions", {"model": "base", "prompt": [1, 2], "max_tokens": 1})
+    assert refused.status_code == 429
+    assert limits_of(refused)["remaining-requests"] == "0"
+    assert limits_of(refused)["reset-requests"] != "0s"
+    ticket.close()
 
 
 def test_what_the_server_could_not_take_is_not_counted(make_api: Callable[..., Api]) -> None:
