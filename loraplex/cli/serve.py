@@ -21,6 +21,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
+from loraplex.server.chat_options import ChatOptions, ReasoningParser, ToolCallParser
 
 if TYPE_CHECKING:
     from loraplex.server.run import ServeOptions
@@ -51,6 +52,8 @@ def serve_options(
     max_delay_by_grouping: MaxDelay = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
+    tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
+    reasoning_parser: option.ThinkParser = ReasoningParser.AUTO,
     allow_adapter_dir: option.AllowedDirs = None,
     allow_adapter_repo: option.AllowedRepos = None,
     state_dir: option.StateDir = None,
@@ -61,6 +64,7 @@ def serve_options(
     shutdown_grace: option.ShutdownGrace = 5.0,
     no_shadow_twin: option.NoShadowTwin = False,
     shadow_twin_every: option.ShadowTwinEvery = 30.0,
+    otlp_endpoint: option.OtlpEndpoint = None,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
     tenants: option.TenantsPath = None,
@@ -82,7 +86,7 @@ def serve_options(
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
-    from loraplex.adapters.hub import locate_adapter
+    from loraplex.adapters.remote import locate_adapter
     from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_choice import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
@@ -125,8 +129,10 @@ def serve_options(
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
+        chat=ChatOptions(tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
+        otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),
     )
 
 

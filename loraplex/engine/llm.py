@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from loraplex.adapters.discovery import discover_adapters
-from loraplex.adapters.hub import locate_adapter, resolve_adapter
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.remote import RemoteSource, locate_adapter, resolve_adapter
 from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.core.batching import Batching, bound_of
 from loraplex.core.choices import choice
@@ -33,7 +33,6 @@ from loraplex.core.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
-from loraplex.core.hub import HubRepo
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
@@ -95,10 +94,11 @@ class LLM:
 
     `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of name to
     folder. Instead of an adapter's folder, a string may be a repository of the Hugging Face hub (`owner/name`
-    or `owner/name@revision`). `tensor_parallel` processes share the model, this one and its children; memory
-    limits apply to each of them. `batching` is a policy by name, `max_delay_by_grouping` its bound as on the
-    command line, such as `25%,250ms`. Raises OptionError, a ValueError, for a name or a bound that there is
-    not. The synchronous methods may be called from any thread, the asynchronous ones from any event loop.
+    or `owner/name@revision`) or `s3://bucket/prefix`. `tensor_parallel` processes share the model, this one
+    and its children; memory limits apply to each of them. `batching` is a policy by name,
+    `max_delay_by_grouping` its bound as on the command line, such as `25%,250ms`. Raises OptionError, a
+    ValueError, for a name or a bound that there is not. The synchronous methods may be called from any
+    thread, the asynchronous ones from any event loop.
     """
 
     def __init__(
@@ -172,7 +172,8 @@ class LLM:
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Make an adapter available under a name. Its weights are read when it is first used.
 
-        `path` is its folder or a repository of the hub, which is fetched in this thread, not the engine's.
+        `path` is its folder, or a repository of the hub or a URL of S3, which is fetched in this thread, not
+        the engine's.
         """
         if validate_adapter_name(name) in self._versions:
             raise AdapterConflictError(f"there already is an adapter {name!r}; remove it first")
@@ -348,8 +349,8 @@ def _named_sources(adapters: Adapters) -> list[tuple[str, str | Path]]:
     return [(_name(locate_adapter(source)), source) for source in adapters]
 
 
-def _name(located: Path | HubRepo) -> str:
-    return located.name if isinstance(located, HubRepo) else located.resolve().name
+def _name(located: Path | RemoteSource) -> str:
+    return located.resolve().name if isinstance(located, Path) else located.name
 
 
 def _choice(deltas: Sequence[TextDelta]) -> Choice:

@@ -63,12 +63,31 @@ class Tokenizer:
         """Bytes of the longest token, if every byte of a text becomes part of a token; otherwise None."""
         return self.pieces.longest_piece_bytes()
 
+    @cached_property
+    def template_text(self) -> str:
+        """The source of the chat template, or of all of them where a model has several; empty if it has
+        none."""
+        template = self._hf.chat_template or ""
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
     @property
     def template_knows_tools(self) -> bool:
-        """Return whether the chat template handles tools; one that does not would drop their calls."""
-        template = self._hf.chat_template
-        sources = template.values() if isinstance(template, dict) else [template]
-        return any("tool" in str(source) for source in sources)
+        """Return whether the chat template handles calls; one that does not would drop them."""
+        return "tool" in self.template_text
+
+    @property
+    def template_renders_tools(self) -> bool:
+        """Return whether the chat template tells the model of its tools."""
+        return "tools" in self.template_text
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a text that was added to the vocabulary as one token; None if it was not."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode_many([text], add_special_tokens=add_special_tokens)[0]
@@ -89,9 +108,16 @@ class Tokenizer:
         texts = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(texts[0])
 
-    def detokenizer(self, context: Sequence[int] = (), *, with_offsets: bool = False) -> Detokenizer:
-        """Return an incremental decoder for tokens that continue `context`."""
-        return self.pieces.detokenizer(context, with_offsets=with_offsets)
+    def detokenizer(
+        self,
+        context: Sequence[int] = (),
+        *,
+        with_offsets: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """Return an incremental decoder for tokens that continue `context`. `shown_ids`: special tokens whose
+        names are part of the text."""
+        return self.pieces.detokenizer(context, with_offsets=with_offsets, shown_ids=shown_ids)
 
     def render_chat(
         self,
@@ -99,6 +125,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the prompt text of a conversation, rendered with the model's own template."""
         if not self.has_chat_template:
@@ -122,6 +149,7 @@ class Tokenizer:
             return str(
                 self._hf.apply_chat_template(
                     [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **options,

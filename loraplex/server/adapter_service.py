@@ -43,9 +43,9 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
 from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
 from loraplex.server.errors import BusyError, NotServedError
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.registered_names import RegisteredNames
 from loraplex.server.registry_follower import RegistryFollower
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.served_adapter import ServedAdapter
 from loraplex.server.tenants.access import UNRESTRICTED, Access
 from loraplex.server.tenants.tenants_file import LoadSources
@@ -99,7 +99,7 @@ class AdapterService:
         registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
-        hub: HubAdapters | None = None,
+        remote: RemoteAdapters | None = None,
         known_as: frozenset[str] | None = None,
         alias: str | None = None,
         stages_new: bool = False,
@@ -115,7 +115,7 @@ class AdapterService:
         self.files = AdapterFiles(
             shape=shape,
             allowed=allowed,
-            hub=hub or HubAdapters(),
+            remote=remote or RemoteAdapters(),
             known_as=base_names(base_model) if known_as is None else known_as,
         )
         self.registered = RegisteredNames(registry)
@@ -187,7 +187,7 @@ class AdapterService:
         sources: LoadSources | None = None,
         on_staged: OnStaged = lambda version: None,
     ) -> ServedAdapter:
-        """Serve the adapter in a folder, or of a hub repository, under a name. `sources`: it must be there;
+        """Serve the adapter in a folder, or of a remote source, under a name. `sources`: it must be there;
         None for anything that the server has opened.
 
         It is registered when this returns; nothing is changed before all its files were fetched and read.
@@ -316,7 +316,7 @@ class AdapterService:
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:
-        self.files.hub.close()
+        self.files.remote.close()
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)

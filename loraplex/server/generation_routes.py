@@ -19,6 +19,7 @@ from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
+from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
@@ -81,13 +82,41 @@ def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
     If the name has a canary, a user named by the request is always answered by the same version.
     """
     record = request_record(request.scope)
-    record.ask(body.model)
     if access_of(request.scope).account is None:
         record.late_headers = deps.waiting.headers
+    name = _model_name(deps, body)
+    record.ask(name)
     key = body.user or body.safety_identifier or record.request_id
-    lease = deps.adapters.lease(body.model, key=key, access=access_of(request.scope))
+    lease = deps.adapters.lease(name, key=key, access=access_of(request.scope))
     record.version = lease.version
     return lease
+
+
+def _model_name(deps: ServerDeps, body: SamplingFields) -> str:
+    """Return the model that a request names. LoRAX's clients name an adapter beside the base model."""
+    if not body.adapter_id:
+        return body.model
+    if body.model not in ("", deps.adapters.base_model, body.adapter_id):
+        raise InvalidRequestError(
+            f"model is {body.model!r} and adapter_id {body.adapter_id!r}; send one of them as "
+            f"both, or the base model {deps.adapters.base_model!r} as model",
+            param="adapter_id",
+        )
+    return body.adapter_id
+
+
+def _cut(prompt: list[int], body: SamplingFields, params: SamplingParams, text: TextEngine) -> list[int]:
+    """Return the last tokens of a prompt, as many as the request wants of it; with -1, as fit the context
+    beside its answer."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    if limit == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-max(text.max_model_len - (params.max_tokens or 1), 1) if limit < 0 else -limit :]
 
 
 async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> GenerationResponse:
@@ -98,27 +127,36 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         spending = _spending(request, params.n, on_failure, param="n")
         ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
         on_failure.callback(ticket.close)
+        tokenizer = deps.text.tokenizer
+        tools = chat_tools(body, tokenizer, deps.chat)
         encoding = deps.text.prompts.encode_chat(
             template_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             template_options=body.chat_template_kwargs,
+            tools=() if tools is None else tools.for_template,
+            will_be_cut=body.truncate_prompt_tokens is not None,
         )
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
-        await deps.text.check_structure(params)
+        prompt = _cut(prompt, body, params, deps.text)
+        plan = plan_chat(body, params, prompt, tools, tokenizer=tokenizer, options=deps.chat)
+        await deps.text.check_structure(plan.params, plan.parts)
         try:
-            checked = deps.text.check([prompt], params)
+            checked = deps.text.check([prompt], plan.params)
             _spend(spending, checked)
         except InvalidRequestError as error:
             if error.param == "prompt":
                 raise type(error)(str(error), param="messages") from None
             raise
-        generation = _generation(request, "chatcmpl", checked, lease, body)
+        generation = _generation(request, "chatcmpl", checked, lease, body, shown_ids=plan.shown_ids)
         chat_format = ChatFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
-            model=body.model,
+            model=_model_name(deps, body),
             with_logprobs=params.logprobs is not None,
             include_usage=generation.include_usage,
+            reading=plan.reading,
+            prompt_ids=prompt if body.return_token_ids else None,
+            num_prompt_top=body.prompt_logprobs,
         )
         response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
@@ -150,11 +188,12 @@ async def _start_completion(
             body,
             prompt_only=prompt_only,
             output_token_ids=tuple(body.output_token_ids or ()),
+            shown_ids=shown_special_ids(body, deps.text.tokenizer),
         )
         completion_format = CompletionFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
-            model=body.model,
+            model=_model_name(deps, body),
             with_logprobs=params.logprobs is not None,
             include_usage=generation.include_usage,
             num_siblings=params.n,
@@ -162,6 +201,8 @@ async def _start_completion(
             prompt_only=prompt_only,
             prompt_ids=checked.prompts if body.return_token_ids else None,
             logprobs_by_id=bool(body.return_tokens_as_token_ids),
+            num_top=body.logprobs,
+            num_prompt_top=body.prompt_logprobs,
         )
         response = _response(deps, request, generation, completion_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
@@ -203,6 +244,7 @@ def _generation(
     *,
     prompt_only: bool = False,
     output_token_ids: tuple[int, ...] = (),
+    shown_ids: frozenset[int] = frozenset(),
 ) -> Generation:
     access = access_of(request.scope)
     return Generation(
@@ -213,8 +255,9 @@ def _generation(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
+        shown_ids=shown_ids,
         tenant=access.tenant,
-        priority=access.priority,
+        priority=body.priority or 0,
         cache_salt=_salt(access.cache_salt, body.cache_salt),
         slo_ttft_s=access.slo_ttft_s(lease.name),
     )
@@ -274,7 +317,7 @@ async def _encode(
     """Return the prompts as checked tokens, and the text that `echo` repeats."""
     if body.output_token_ids:
         _check_begun(text_engine, body, params)
-    prompts = await _prompts(text_engine, body, params)
+    prompts = [_cut(each, body, params, text_engine) for each in await _prompts(text_engine, body, params)]
     await text_engine.check_structure(params)
     checked = text_engine.check(prompts, params)
     return checked, await _echoed(text_engine, body, prompts) if body.echo else None
@@ -305,20 +348,21 @@ async def _prompts(
 ) -> list[list[int]]:
     """Return the four forms of `prompt` as lists of token ids."""
     encoder, special = text_engine.prompts, body.add_special_tokens is not False
+    will_be_cut = body.truncate_prompt_tokens is not None
     if isinstance(body.prompt, str):
         _refuse_empty([body.prompt])
-        return await encoder.encode_texts([body.prompt], add_special_tokens=special)
+        return await encoder.encode_texts([body.prompt], add_special_tokens=special, will_be_cut=will_be_cut)
     items = body.prompt
     if not items:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
-    if isinstance(items[0], int):  # one prompt: its length is checked before its ids
+    if isinstance(items[0], int) and not will_be_cut:  # one prompt: its length is checked before its ids
         text_engine.check_length(len(items), params)
     if all(isinstance(item, int) for item in items):
         return [[item for item in items if isinstance(item, int)]]
     if all(isinstance(item, str) for item in items):
         texts = [item for item in items if isinstance(item, str)]
         _refuse_empty(texts)
-        return await encoder.encode_texts(texts, add_special_tokens=special)
+        return await encoder.encode_texts(texts, add_special_tokens=special, will_be_cut=will_be_cut)
     if all(isinstance(item, list) for item in items):
         return [item for item in items if isinstance(item, list)]
     raise InvalidRequestError(
@@ -341,7 +385,9 @@ async def _echoed(
     tokenizer, given = text_engine.tokenizer, body.prompt
 
     def echo() -> list[EchoedPrompt]:
-        if isinstance(given, str):
+        if body.truncate_prompt_tokens is not None:
+            texts = [tokenizer.decode(prompt) for prompt in prompts]
+        elif isinstance(given, str):
             texts = [given]
         elif isinstance(given[0], str):
             texts = [item for item in given if isinstance(item, str)]

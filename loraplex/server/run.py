@@ -21,8 +21,8 @@ import uvicorn
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
-from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
+from loraplex.adapters.remote import AllowedSources
 from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
@@ -38,6 +38,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.connections import (
     ConnectionBook,
     ConnectionLimits,
@@ -50,17 +51,18 @@ from loraplex.server.engine_status import Fleet, serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.left_out import keep_retrying
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
 from loraplex.server.tenants.tenants_watch import TenantsWatch
+from loraplex.server.trace_setup import traces_of
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -83,13 +85,14 @@ class ServeOptions:
     """Everything that a user may choose.
 
     `adapter_dirs` are served and open for loading; `allow_adapter_dirs` are only open for loading. `adapters`
-    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories. `shutdown_grace_s`:
-    seconds that requests in flight may continue after the signal. `num_replicas`: number of engine processes;
-    `ray`: the cluster they are placed on, if not on this machine; `backends`: servers that are used instead
-    of engine processes; `policy`: the name of the fleet's policy for routing and placement (`fleet.policy`),
-    with periods of `period_s` seconds. `engine_factory`: "module:name" of the function that builds the core
-    in the engine process. `tenants`: the tenants file. `shadow_twin_s`: seconds between replays of the last
-    minutes on a twin; None for never.
+    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories and S3 URLs.
+    `shutdown_grace_s`: seconds that requests in flight may continue after the signal. `num_replicas`: number
+    of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
+    that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
+    placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
+    function that builds the core in the engine process. `tenants`: the tenants file. `otlp_endpoint`: the
+    collector of traces, if OpenTelemetry's variables do not name it. `shadow_twin_s`: seconds between
+    replays of the last minutes on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -109,6 +112,7 @@ class ServeOptions:
     limits: BodyLimits = field(default_factory=BodyLimits)
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
     policy: str = "auto"
@@ -117,6 +121,7 @@ class ServeOptions:
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
     shadow_twin_s: float | None = None
+    otlp_endpoint: str | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -283,6 +288,9 @@ async def _start(
     """Start everything that requests need, prepared for the initial adapters. The number returned is that of
     the adapters left out."""
     clock = MonotonicClock()
+    traces = await asyncio.to_thread(traces_of, options.otlp_endpoint, clock)
+    if traces is not None:
+        stack.callback(traces.close)
     watch = None if options.tenants is None else TenantsWatch(options.tenants, clock)
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
@@ -341,11 +349,13 @@ async def _start(
         web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
+        chat=options.chat,
         fleet=fleet,
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
         is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
+        traces=traces,
         tenants=None if watch is None else watch.tenants,
     )
     if watch is not None:
@@ -354,6 +364,8 @@ async def _start(
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
+    sampling = asyncio.create_task(deps.history.run(), name="sample for the page")
+    stack.callback(sampling.cancel)
     retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
     stack.callback(retrying.cancel)
     context = client.info.max_model_len
@@ -387,7 +399,7 @@ def _adapter_service(
         registry=registry,
         shape=shape,
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
-        hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
+        remote=RemoteAdapters(AllowedSources(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
         alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
         stages_new=is_fleet,

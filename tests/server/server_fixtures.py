@@ -33,8 +33,8 @@ from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.http_protocol import BoundedHttpProtocol
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.served_adapter import ServedAdapter
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_file import parse_tenants
@@ -96,7 +96,7 @@ def make_server(
     limits: BodyLimits | None = None,
     waiting: WaitingLimits | None = None,
     allowed: list[Path] | None = None,
-    hub: HubAdapters | None = None,
+    remote: RemoteAdapters | None = None,
     clock: Clock | None = None,
     forecaster: Forecaster | None = None,
     drain_timeout_s: float = 30.0,
@@ -104,16 +104,17 @@ def make_server(
     is_ready_without_adapters: bool = True,
     tenants: str | None = None,
     names: tuple[str, ...] = ("pirate", "poet"),
+    make_engine: Callable[[Callable[[EngineRequest], Script]], FakeEngine] = FakeEngine,
 ) -> Served:
     """Return a server of the adapters with these names. `tenants`: the text of its tenants file."""
-    engine = FakeEngine(script or says("Hello world! How are you?"))
+    engine = make_engine(script or says("Hello world! How are you?"))
     service = AdapterService(
         base_model=base_model,
         engine=engine,
         registry=AdapterRegistry(tmp_path / "state", base_model),
         shape=SHAPE,
         allowed=AllowedPaths(allowed or []),
-        hub=hub,
+        remote=remote,
     )
     for name in names:
         spec = make_spec(f"version-of-{name}", path=tmp_path / name)

@@ -38,10 +38,6 @@ class Access:
         return NO_TENANT if self._tenant is None else self._tenant.name
 
     @property
-    def priority(self) -> int:
-        return 0 if self._tenant is None else self._tenant.policy.priority
-
-    @property
     def is_operator(self) -> bool:
         """Return whether it may see and change everything."""
         return self._tenant is None or self._tenant.is_operator

@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.adapters.allowed_paths import AllowedPaths
-from loraplex.adapters.hub import AllowedRepos
+from loraplex.adapters.remote import AllowedSources
 from loraplex.core.errors import LoraplexError, UserError
 from loraplex.core.tenants import TenantPolicy
 from loraplex.server.tenants.account import Limits
@@ -78,10 +78,10 @@ class TenantTable(AdapterSlo, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSources:
-    """The folders and repositories that a tenant may load adapters from."""
+    """The folders and remote sources that a tenant may load adapters from."""
 
     paths: AllowedPaths
-    repos: AllowedRepos
+    remote: AllowedSources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,17 +216,17 @@ def tenant_of(name: str, data: dict[str, Any], path: Path) -> Tenant:
 
 
 def _sources(load_from: list[str], where: str) -> LoadSources:
-    """Return the folders, which are absolute, and the patterns of repositories."""
+    """Return the folders, which are absolute, and the patterns of remote sources."""
     folders = [text for text in load_from if text.startswith("/")]
     try:
         return LoadSources(
             paths=AllowedPaths(map(Path, folders)),
-            repos=AllowedRepos(text for text in load_from if not text.startswith("/")),
+            remote=AllowedSources(text for text in load_from if not text.startswith("/")),
         )
     except (LoraplexError, ValueError, OSError):
         raise TenantsFileError(
-            f"{where} load_from: write folders from the root on, as /srv/adapters/acme, and repositories as "
-            "owner/name or owner/*"
+            f"{where} load_from: write folders from the root on, as /srv/adapters/acme, repositories as "
+            "owner/name or owner/*, and buckets as s3://bucket/prefix/*"
         ) from None
 
 

@@ -252,13 +252,15 @@ def test_the_cache_is_apart_and_requests_carry_their_tenant(make_api: Callable[.
         start = f"share_prefix_cache = {str(shares).lower()}\n"
         api = make_api(tenants=start + text, admin_keys=("root",), names=NAMES)
         chat(api, "acme", "base", max_tokens=1)
-        chat(api, "acme", "acme-chat", max_tokens=1, cache_salt="mine")
+        chat(api, "acme", "acme-chat", max_tokens=1, cache_salt="mine", priority=3)
         chat(api, "ops", "base", max_tokens=1)
         body = {"model": "base", "prompt": "x", "max_tokens": 1}
         api.post("/v1/completions", body, headers={"Authorization": "Bearer root"})
         asked = api.served.engine.requests
         assert [request.cache_salt for request in asked] == salts
-        assert [request.tenant for request in asked[1:]] == ["acme", "ops", ""]
+        assert [(request.tenant, request.priority) for request in asked[1:]] == [
+            ("acme", 3), ("ops", 0), ("", 0)
+        ]  # fmt: skip
         assert [request.slo_ttft_s for request in asked] == [None, 0.25, None, None]
         api.served.service.registry.close()
 
