@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import logging
@@ -20,6 +21,8 @@ from serving_fakes import says
 
 import loraplex
 from loraplex.core.clock import ManualClock
+from loraplex.fleet.waiting_room import Caller
+from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
 
 NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
@@ -386,3 +389,16 @@ def test_no_route_looks_models_up_for_everybody() -> None:
                 lookups.append(path.name)
                 assert "access" in ast.unparse(node), f"{path}:{node.lineno} must pass the sender's access"
     assert {"generation_routes.py", "model_routes.py", "utility_routes.py"} <= set(lookups)
+
+
+def test_a_queue_full_of_one_tenant_has_places_for_others(make_api: Callable[..., Api]) -> None:
+    api = make_api(tenants=tenants_file(), names=NAMES, waiting=WaitingLimits(max_requests=8))
+    assert api.served.deps.tenants is not None
+    api.served.deps.waiting.set_tenants(api.served.deps.tenants.policies())
+    with contextlib.suppress(QueueFullError):
+        while True:
+            api.served.deps.waiting.admit(1, caller=Caller(tenant="globex"))
+    refused = chat(api, "globex", "globex-chat", max_tokens=1)
+    assert (refused.status_code, "kept for other tenants" in refused.text) == (429, True)
+    assert "acme" not in refused.text
+    assert chat(api, "acme", "acme-chat", max_tokens=1).status_code == 200
