@@ -361,6 +361,7 @@ async def _start(
         tenants=None if watch is None else watch.tenants,
     )
     if watch is not None:
+        watch.tell(deps.waiting.set_tenants)
         rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
         stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget
