@@ -54,6 +54,7 @@ def serve_options(
     served_model_name: option.ServedModelName = None,
     tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
     reasoning_parser: option.ThinkParser = ReasoningParser.AUTO,
+    trust_request_chat_template: option.TrustTemplates = False,
     allow_adapter_dir: option.AllowedDirs = None,
     allow_adapter_repo: option.AllowedRepos = None,
     state_dir: option.StateDir = None,
@@ -128,7 +129,11 @@ def serve_options(
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
-        chat=ChatOptions(tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
+        chat=ChatOptions(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            trusts_templates=trust_request_chat_template,
+        ),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
     )
