@@ -65,6 +65,7 @@ def serve_options(
     shutdown_grace: option.ShutdownGrace = 5.0,
     no_shadow_twin: option.NoShadowTwin = False,
     shadow_twin_every: option.ShadowTwinEvery = 30.0,
+    otlp_endpoint: option.OtlpEndpoint = None,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
     tenants: option.TenantsPath = None,
@@ -136,6 +137,7 @@ def serve_options(
         ),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
+        otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),
     )
 
 

@@ -13,9 +13,10 @@ from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
-from loraplex.core.errors import InvalidRequestError, UserError
+from loraplex.core.errors import InvalidRequestError, OptionError, UserError
 from loraplex.core.logs import LogFormat, LogLevel
 from loraplex.server.chat_options import ReasoningParser, ToolCallParser
+from loraplex.server.trace_setup import parse_endpoint
 
 
 def _replicas_up_to(most: int) -> Callable[[int | None], int | None]:
@@ -256,6 +257,14 @@ NoShadowTwin = Annotated[
     ),
 ]
 ShadowTwinEvery = Annotated[float, typer.Option(metavar="SECONDS", help="How often they are replayed.")]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Send a trace of each generation request to an OpenTelemetry collector, over HTTP: "
+        "http://collector:4318; by default to $OTEL_EXPORTER_OTLP_ENDPOINT, if set. Needs the extra `otel`.",
+    ),
+]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
@@ -379,6 +388,13 @@ def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option:
         return tuple(parse(part) for text in texts or () for part in text.split(",") if part.strip())
     except UserError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def parse_otlp_endpoint(url: str) -> str:
+    try:
+        return parse_endpoint(url)
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint="--otlp-endpoint") from None
 
 
 def parse_max_ttft(seconds: float | None, batching: Batching) -> float | None:

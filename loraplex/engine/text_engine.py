@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, cast
 
 from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexError
-from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, PhaseTimes, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import StructuredOutput
 from loraplex.core.tenants import NO_TENANT
@@ -67,7 +67,8 @@ class TextDelta:
     `choice` counts through prompts × n: prompt `choice // n`. `num_sampled`: number of tokens the model
     generated: those in `token_ids`, and the stop token that is not part of the answer, `end_token_id`.
     `logprobs` may come later than their tokens, with the text they belong to. `stop`: the stop string or
-    token that ended the choice. `prompt_logprobs`: sent once, with the first delta, if requested.
+    token that ended the choice. `prompt_logprobs`: sent once, with the first delta, if requested. `times`:
+    likewise, of a traced request.
     """
 
     choice: int
@@ -81,6 +82,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     end_token_id: int | None = None
+    times: PhaseTimes | None = None
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -160,19 +162,25 @@ class TextEngine:
         tenant: str = NO_TENANT,
         priority: int = 0,
         cache_salt: str = "",
+        slo_ttft_s: float | None = None,
+        traced: bool = False,
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
-        `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`: see
-        EngineRequest.
+        `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`,
+        `slo_ttft_s`, `traced`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
-        requests = self._expand(checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt)
+        requests: Iterator[EngineRequest] = self._expand(
+            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
+        )
+        if traced:
+            requests = (replace(each, traced=True) for each in requests)
         choices = (
             _Choice(n, self.tokenizer, request, stops, shown_ids) for n, request in enumerate(requests)
         )
@@ -187,6 +195,7 @@ class TextEngine:
         tenant: str,
         priority: int,
         cache_salt: str,
+        slo_ttft_s: float | None,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -205,6 +214,7 @@ class TextEngine:
                     tenant=tenant,
                     priority=priority,
                     cache_salt=cache_salt,
+                    slo_ttft_s=slo_ttft_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
@@ -318,6 +328,7 @@ class _Choice:
             finish_reason=finish_reason,
             stop=stop,
             end_token_id=end_token_id,
+            times=output.times,
         )
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None, int]:

@@ -60,5 +60,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.add_middleware(PacingMiddleware, pacer=deps.pacer)
     # Outside Starlette's own middleware, so that responses to internal errors also have a request id. No
     # middleware can be added after this.
-    app.middleware_stack = RequestLogMiddleware(app.build_middleware_stack(), clock=deps.metrics.clock)
+    app.middleware_stack = RequestLogMiddleware(
+        app.build_middleware_stack(), clock=deps.metrics.clock, traces=deps.traces
+    )
     return app

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
@@ -22,6 +23,9 @@ from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
+if TYPE_CHECKING:
+    from loraplex.server.traces import Traces
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
@@ -31,7 +35,7 @@ class ServerDeps:
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
     none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine. `tenants`:
-    None if all clients have the same rights.
+    None if all clients have the same rights. `traces`: None if none are asked for.
     """
 
     text: TextEngine
@@ -53,6 +57,7 @@ class ServerDeps:
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)
     is_resampled: Callable[[str], bool] = lambda call_id: False
+    traces: Traces | None = None
     tenants: Tenants | None = None
 
     @cached_property

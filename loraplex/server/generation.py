@@ -84,7 +84,7 @@ class AnswerFormat(Protocol):
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
     the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
-    text. `tenant`, `priority`, `cache_salt`: see EngineRequest."""
+    text. `tenant`, `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest."""
 
     request_id: str
     checked: CheckedPrompts
@@ -97,6 +97,7 @@ class Generation:
     tenant: str = NO_TENANT
     priority: int = 0
     cache_salt: str = ""
+    slo_ttft_s: float | None = None
 
 
 class GenerationResponse(Response):
@@ -129,9 +130,12 @@ class GenerationResponse(Response):
         self._spending = spending
         self._pacer = pacer
         self._usage = _UsageCount(generation, is_resampled)
+        self._traced = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_record(scope).begin(self._generation.request_id, self._meter, self._usage.total)
+        record = request_record(scope)
+        record.begin(self._generation.request_id, self._meter, self._usage.total)
+        self._traced = record.trace is not None and record.trace.is_recorded
         is_stream = self._generation.stream
         work = self._send_stream(scope, send) if is_stream else self._send_whole(scope, receive, send)
         try:
@@ -160,6 +164,8 @@ class GenerationResponse(Response):
             tenant=job.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            slo_ttft_s=job.slo_ttft_s,
+            traced=self._traced,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:

@@ -305,6 +305,7 @@ def _generation(
         tenant=access.tenant,
         priority=body.priority or 0,
         cache_salt=_salt(access.cache_salt, body.cache_salt),
+        slo_ttft_s=access.slo_ttft_s(lease.name),
     )
 
 

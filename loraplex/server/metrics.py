@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
-from loraplex.core.request import FinishReason
+from loraplex.core.request import FinishReason, PhaseTimes
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.failure import Failure
 from loraplex.server.recent_demand import RecentDemand
@@ -222,8 +222,10 @@ class RequestMeter:
         self.num_choices = num_choices
         self.finish_reasons: Counter[FinishReason] = Counter()
         self.failure: Failure | None = None
-        self._arrival_s = arrival_s
-        self._first_token_s: float | None = None
+        self.arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        self.last_token_s = arrival_s
+        self.phases: PhaseTimes | None = None
         self._last_token_s: dict[int, float] = {}
         self._num_tokens = 0
         self._closed = False
@@ -245,10 +247,12 @@ class RequestMeter:
             if delta.finish_reason is not None:
                 metrics.num_finished[delta.finish_reason] += 1
                 self.finish_reasons[delta.finish_reason] += 1
-        if self._first_token_s is None:
+        if self.first_token_s is None:
             # At most one hit per request: the other choices share what the first one loads.
             self._traffic.num_hits += batch[0].adapter_hit is True
+            self.phases = batch[0].times
             self._on_first_batch(now_s)
+        self.last_token_s = now_s
         self._num_tokens += num_tokens
         metrics.num_generation_tokens += num_tokens
         self._traffic.num_tokens += num_tokens
@@ -256,7 +260,7 @@ class RequestMeter:
     @property
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token, once it is there."""
-        return None if self._first_token_s is None else self._first_token_s - self._arrival_s
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def is_complete(self) -> bool:
@@ -277,7 +281,7 @@ class RequestMeter:
             reason = FinishReason.CANCELLED if self.failure is None else self.failure.finish_reason
             self._metrics.num_finished[reason] += num_unfinished
             self.finish_reasons[reason] += num_unfinished
-        if self._first_token_s is None:
+        if self.first_token_s is None:
             self._traffic.num_waiting -= 1
             return
         self._traffic.num_running -= 1
@@ -287,17 +291,17 @@ class RequestMeter:
         if self._demand is not None:
             self._demand.answered(num_choices=self.num_choices, num_output_tokens=self._num_tokens)
         now_s = self._metrics.clock.now_s()
-        self._metrics.e2e.observe(now_s - self._arrival_s)
+        self._metrics.e2e.observe(now_s - self.arrival_s)
         if self._num_tokens > 1:
             tokens_after_first = self._num_tokens - 1
-            self._metrics.per_output_token.observe((now_s - self._first_token_s) / tokens_after_first)
+            self._metrics.per_output_token.observe((now_s - self.first_token_s) / tokens_after_first)
 
     def _on_first_batch(self, now_s: float) -> None:
         metrics = self._metrics
-        self._first_token_s = now_s
+        self.first_token_s = now_s
         metrics.num_prompt_tokens += self._num_prompt_tokens
-        metrics.ttft.observe(now_s - self._arrival_s)
-        self._traffic.ttft.observe(now_s - self._arrival_s)
+        metrics.ttft.observe(now_s - self.arrival_s)
+        self._traffic.ttft.observe(now_s - self.arrival_s)
         self._traffic.num_waiting -= 1
         self._traffic.num_running += 1
         metrics.num_generating += 1

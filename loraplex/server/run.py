@@ -63,6 +63,7 @@ from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
 from loraplex.server.tenants.tenants_watch import TenantsWatch
+from loraplex.server.trace_setup import traces_of
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -90,8 +91,9 @@ class ServeOptions:
     of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
     that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
     placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
-    function that builds the core in the engine process. `tenants`: the tenants file. `shadow_twin_s`:
-    seconds between replays of the last minutes on a twin; None for never.
+    function that builds the core in the engine process. `tenants`: the tenants file. `otlp_endpoint`: the
+    collector of traces, if OpenTelemetry's variables do not name it. `shadow_twin_s`: seconds between
+    replays of the last minutes on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -120,6 +122,7 @@ class ServeOptions:
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
     shadow_twin_s: float | None = None
+    otlp_endpoint: str | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -294,6 +297,9 @@ async def _start(
     """Start everything that requests need, prepared for the initial adapters. The number returned is that of
     the adapters left out."""
     clock = MonotonicClock()
+    traces = await asyncio.to_thread(traces_of, options.otlp_endpoint, clock)
+    if traces is not None:
+        stack.callback(traces.close)
     watch = None if options.tenants is None else TenantsWatch(options.tenants, clock)
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
@@ -307,6 +313,8 @@ async def _start(
 
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
+    if watch is not None:
+        watch.tell(client.set_tenants)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
@@ -357,6 +365,7 @@ async def _start(
         continued=client.continued,
         is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
+        traces=traces,
         tenants=None if watch is None else watch.tenants,
     )
     if watch is not None:

@@ -1,4 +1,4 @@
-"""What one tenant uses, against its limits.
+"""The use of one tenant, against its limits.
 
     admit ──▶ Spending ── encoded ── generated, generated, ... ──▶ close
               a request   the prompt  tokens as they come           what was expected in vain is given back
@@ -170,7 +170,7 @@ class Account:
 
 
 class Spending:
-    """What one request uses."""
+    """The use of one request."""
 
     def __init__(self, account: Account, num_choices: int) -> None:
         self._account = account

@@ -1,4 +1,4 @@
-"""What tenants use, against their limits, on a clock that the tests move."""
+"""The use of tenants, against their limits, on a clock that the tests move."""
 
 from __future__ import annotations
 

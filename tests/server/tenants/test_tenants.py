@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from log_lines import Lines
 from server_fixtures import USER, Api, Served, events, live, write_adapter
 from serving_fakes import says
 
+import loraplex
 from loraplex.core.clock import ManualClock
 
 NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
 OTHERS = ("globex-chat", "globex-secret", "globex", "ops")
-"""What acme must never read."""
+"""Names that acme must never read."""
 
 
 def stored(key: str) -> str:
@@ -243,12 +246,12 @@ def test_only_operators_see_what_is_about_everybody(api: Api) -> None:
 
 
 def test_the_cache_is_apart_and_requests_carry_their_tenant(make_api: Callable[..., Api]) -> None:
-    text = tenants_file(acme="priority = -2\n")
+    text = tenants_file() + "\n[adapters.acme-chat]\nslo_ttft = 0.25\n"
     for shares, salts in ((False, ["acme", "acme/mine", "ops", ""]), (True, ["", "/mine", "", ""])):
         start = f"share_prefix_cache = {str(shares).lower()}\n"
         api = make_api(tenants=start + text, admin_keys=("root",), names=NAMES)
         chat(api, "acme", "base", max_tokens=1)
-        chat(api, "acme", "base", max_tokens=1, cache_salt="mine", priority=3)
+        chat(api, "acme", "acme-chat", max_tokens=1, cache_salt="mine", priority=3)
         chat(api, "ops", "base", max_tokens=1)
         body = {"model": "base", "prompt": "x", "max_tokens": 1}
         api.post("/v1/completions", body, headers={"Authorization": "Bearer root"})
@@ -257,6 +260,7 @@ def test_the_cache_is_apart_and_requests_carry_their_tenant(make_api: Callable[.
         assert [(request.tenant, request.priority) for request in asked[1:]] == [
             ("acme", 3), ("ops", 0), ("", 0)
         ]  # fmt: skip
+        assert [request.slo_ttft_s for request in asked] == [None, 0.25, None, None]
         api.served.service.registry.close()
 
 
@@ -356,3 +360,13 @@ def test_the_log_says_whose_request_it_was(api: Api) -> None:
     finally:
         logger.removeHandler(lines)
         logger.setLevel(logging.NOTSET)
+
+
+def test_no_route_looks_models_up_for_everybody() -> None:
+    lookups = []
+    for path in sorted((Path(loraplex.__file__).parent / "server").rglob("*routes*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and re.search(r"adapters\.(find|lease)$", ast.unparse(node.func)):
+                lookups.append(path.name)
+                assert "access" in ast.unparse(node), f"{path}:{node.lineno} must pass the sender's access"
+    assert {"generation_routes.py", "model_routes.py", "utility_routes.py"} <= set(lookups)
