@@ -1,5 +1,5 @@
-"""Hooks of mkdocs: the README is the first page of the site, headings have the anchors of GitHub, and links out
-of docs/ lead to the repository."""
+"""Hooks of mkdocs: the README is the first page of the site, headings have the anchors of GitHub, and links
+out of docs/ lead to the repository."""
 
 from __future__ import annotations
 
