@@ -27,7 +27,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 def __getattr__(name: str) -> Any:
     """Import torch and the engine only when somebody asks for them, and look up the version likewise."""
     if name == "__version__":
-        return _version()
+        return _built_version()
     if name == "LLM":
         from loraplex.engine.llm import LLM
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _version() -> str:
+def _built_version() -> str:
     """Return the version that the package was built as, from its latest tag; of a clone that is only on the
     path, that of the installed package."""
     try:

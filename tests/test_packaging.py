@@ -22,6 +22,7 @@ from setuptools import build_meta
 build_meta.build_editable(sys.argv[1])
 """
 
+VERSION = "import loraplex as l; print(l.__version__, l.__version__)"
 NAMES = "from loraplex.perf import named_profiles as n; print(n.__file__, *n.named_profiles(), sep='\\n')"
 
 
@@ -94,6 +95,12 @@ def test_an_editable_install_is_a_path_and_needs_no_warning(tree: Path, tmp_path
         (name,) = (name for name in files.namelist() if name.startswith("__editable__"))
         assert name.endswith(".pth")
         assert files.read(name).decode().strip() == str(tree)
+
+
+def test_the_package_knows_the_version_that_it_was_built_as(built: Path) -> None:
+    [wheel] = built.glob("*.whl")
+    program = f"import sys; sys.path.insert(0, {str(wheel)!r}); {VERSION}"
+    assert run("-c", program, cwd=built).stdout == "0.1.0 0.1.0\n"
 
 
 def test_wheel_and_sdist_hold_the_licence(built: Path) -> None:
