@@ -18,6 +18,7 @@ from loraplex.adapters.spec import AdapterSpec, LoraModule
 from loraplex.core.errors import EngineDeadError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.tokenizer import Tokenizer
 
 END_OF_TURN = "<|im_end|>"
@@ -100,6 +101,7 @@ class FakeEngine:
         self.staged: list[str] = []
         self.stage_failure: Exception | None = None
         self.removed: list[str] = []
+        self.tenants: tuple[TenantPolicy, ...] = ()
         self.cancelled: list[str] = []
         self.dead = False
         # Threading events: the engine may run in a server's thread and the test in another.
@@ -145,6 +147,9 @@ class FakeEngine:
         assert not self.in_flight.get(version), "removed while requests are in flight"
         del self.adapters[version]
         self.removed.append(version)
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        self.tenants = tuple(policies)
 
     async def stats(self) -> EngineStats:
         return EngineStats(

@@ -66,7 +66,6 @@ def _cases(num_adapters: int) -> list[_Case]:
         _Case(name="rows, few segments", launch=RowsLaunch.for_segments(4), lens=[1, 0, 1, 1]),
         _Case(name="rows, a single token", launch=RowsLaunch.for_segments(1), lens=[0] * 6 + [1]),
         _Case(name="rows, shared", launch=RowsLaunch(), lens=[1, 3, 0, 2, 5] * 3),
-        _Case(name="rows, two at a time", launch=RowsLaunch(block_m=2), lens=[1, 3, 0, 2, 5] * 3),
         *(
             _Case(name=f"small blocks, shared, {few}", launch=launch, lens=[1, 16, 0, 17, 5] * 3)
             for few, launch in (("few", BlocksLaunch.for_decode(32)), ("many", BlocksLaunch.for_decode(256)))

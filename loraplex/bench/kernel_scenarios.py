@@ -8,7 +8,6 @@ bytes of the adapters' weights are counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
@@ -31,17 +30,11 @@ _SHARED: Final[tuple[tuple[str, list[int], int, Launch], ...]] = (
     ("144 requests on 100", [2] * 44 + [1] * 56, 64, RowsLaunch.for_segments(144)),
     ("prompts, 2 x 128 tokens, on 2", [128] * 2, 64, BlocksLaunch.for_prompts(256)),
     ("prompts, 8 x 256 tokens, on 8", [256] * 8, 64, BlocksLaunch.for_prompts(2048)),
-    *(
-        (f"{name}, {how}", rows, rank, replace(RowsLaunch.for_segments(256), block_m=block_m))
-        for name, rows, rank in (
-            ("256 requests on 120", [3] * 16 + [2] * 104, 64),
-            ("256 requests on 132 of rank 16", [2] * 124 + [1] * 8, 16),
-            ("256 requests on 256 of rank 16", [1] * 256, 16),
-        )
-        for how, block_m in (("row by row", 1), ("two rows at a time", 2))
-    ),
+    ("256 requests on 120", [3] * 16 + [2] * 104, 64, RowsLaunch.for_segments(256)),
+    ("256 requests on 132 of rank 16", [2] * 124 + [1] * 8, 16, RowsLaunch.for_segments(256)),
+    ("256 requests on 256 of rank 16", [1] * 256, 16, RowsLaunch.for_segments(256)),
 )
-"""Name, rows of each adapter, their rank, and the launch: an engine's choice unless the name says how."""
+"""Name, rows of each adapter, their rank, and the launch that an engine chooses."""
 _COPY_BYTES = 4 << 30
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from loraplex.cli.configured import naming_origins, prefer_the_argument
 from loraplex.cli.vllm_options import refuse_vllm_options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,10 +74,20 @@ class _Command(TyperCommand):
         known = {name for each in params for name in each.opts}
         if _ONLY_SERVERS in known:
             refuse_vllm_options(args, known, ctx)
-        return super().parse_args(ctx, _with_values(args, params))
+        with naming_origins(ctx):
+            rest = super().parse_args(ctx, _with_values(args, params))
+        prefer_the_argument(ctx)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        with naming_origins(ctx):
+            return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
-        return _without_values(super().get_params(ctx))
+        params = _without_values(super().get_params(ctx))
+        for each in params:  # variables made from the options' names would double the length of the help
+            each.show_envvar = each.envvar is not None
+        return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         mode = self.rich_markup_mode

@@ -14,6 +14,7 @@ import typer
 
 from loraplex.cli import fleet_live
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
+from loraplex.cli.configured import from_environment
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_conditions import conditions_of
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
@@ -49,8 +50,9 @@ if TYPE_CHECKING:
     from loraplex.twin.fleet_compare import FleetInputs
 
 app = App(help="Serve with several replicas behind a router, or simulate such a fleet.", no_args_is_help=True)
+app.command(context_settings=from_environment("fleet", "serve"))(fleet_live.serve)
 for _command in (
-    *(fleet_live.serve, fleet_live.status, fleet_live.explain),
+    *(fleet_live.status, fleet_live.explain),
     *(fleet_live.drain, fleet_live.restart, fleet_live.scale),
 ):
     app.command()(_command)

@@ -19,6 +19,7 @@ import typer
 
 from loraplex.cli import serve_options as option
 from loraplex.cli.backend_options import refuse_engine_options
+from loraplex.cli.configured import ConfigPath
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import WITHOUT_VALUE, takes_options_of
 from loraplex.cli.serve import run_server, serve_options
@@ -85,6 +86,7 @@ def serve(
     backend_max_adapters: option.BackendMaxAdapters = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
+    config: ConfigPath = None,
     **options: Any,
 ) -> None:
     """Serve a base model and its LoRA adapters by several replicas behind one address.

@@ -9,8 +9,9 @@ from typing import Annotated, Final
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench, fleet, plan, profile, twin, workload
+from loraplex.cli import adapter, bench, config, fleet, plan, profile, tenant, twin, workload
 from loraplex.cli.closed_pipe import drop_output, end_with_the_reader
+from loraplex.cli.configured import from_environment
 from loraplex.cli.flags import App
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import EngineFailedError, LoraplexError
@@ -23,8 +24,8 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(serve)
-app.command()(demo)
+app.command(context_settings=from_environment("serve"))(serve)
+app.command(context_settings=from_environment("demo"))(demo)
 # The command groups defer their imports until a command runs, so adding them costs little.
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(bench.app, name="bench")
@@ -33,6 +34,8 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(twin.app, name="twin")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(plan.app, name="plan")
+app.add_typer(tenant.app, name="tenant")
+app.add_typer(config.app, name="config")
 
 
 @app.callback(invoke_without_command=True)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from loraplex.cli import serve_options as option
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay, parse_delay
 from loraplex.cli.closed_pipe import outlive_the_reader
+from loraplex.cli.configured import ConfigPath
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
+from loraplex.server.chat_options import ChatOptions, ReasoningParser, ToolCallParser
 
 if TYPE_CHECKING:
     from loraplex.server.run import ServeOptions
@@ -29,8 +31,8 @@ _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
 def serve_options(
+    model_argument: option.ModelArgument = None,
     model: option.Model = None,
-    named_model: option.NamedModel = None,
     adapters: option.AdapterDirs = None,
     adapter: option.Adapters = None,
     host: option.Host = "127.0.0.1",
@@ -50,6 +52,9 @@ def serve_options(
     max_delay_by_grouping: MaxDelay = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
+    tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
+    reasoning_parser: option.ThinkParser = ReasoningParser.AUTO,
+    trust_request_chat_template: option.TrustTemplates = False,
     allow_adapter_dir: option.AllowedDirs = None,
     allow_adapter_repo: option.AllowedRepos = None,
     state_dir: option.StateDir = None,
@@ -60,18 +65,21 @@ def serve_options(
     shutdown_grace: option.ShutdownGrace = 5.0,
     no_shadow_twin: option.NoShadowTwin = False,
     shadow_twin_every: option.ShadowTwinEvery = 30.0,
+    otlp_endpoint: option.OtlpEndpoint = None,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
+    tenants: option.TenantsPath = None,
     allowed_hosts: option.AllowedHosts = None,
     allowed_origins: option.AllowedOrigins = None,
 ) -> ServeOptions:
     """Return the options of a server. The parameters are the CLI options that all serving commands share."""
-    chosen = option.one_model(model, named_model)
+    chosen = option.one_model(model_argument, model)
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
     kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
     admin_keys = option.parse_keys(admin_key, "--admin-key")
+    option.refuse_key_beside_tenants(api_keys, tenants)
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
@@ -79,7 +87,7 @@ def serve_options(
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
-    from loraplex.adapters.hub import locate_adapter
+    from loraplex.adapters.remote import locate_adapter
     from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_choice import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
@@ -117,19 +125,29 @@ def serve_options(
         state_dir=state_dir,
         api_keys=api_keys,
         admin_keys=admin_keys,
+        tenants=tenants,
         allowed_hosts=hosts,
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
+        chat=ChatOptions(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            trusts_templates=trust_request_chat_template,
+        ),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
+        otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),
     )
 
 
 @exit_0_on_signal()
 @takes_options_of(serve_options)
 def serve(
-    log_level: option.Level = LogLevel.INFO, log_format: option.Format = LogFormat.TEXT, **options: Any
+    log_level: option.Level = LogLevel.INFO,
+    log_format: option.Format = LogFormat.TEXT,
+    config: ConfigPath = None,
+    **options: Any,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
     run_server(serve_options(**options), log_level, log_format)
@@ -150,6 +168,7 @@ def demo(
     threads: option.Threads = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
+    config: ConfigPath = None,
 ) -> None:
     """Serve a small base model with the adapters that come with loraplex, on this machine only."""
     from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters

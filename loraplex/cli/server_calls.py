@@ -23,7 +23,9 @@ _TIMEOUT_S: Final = 10.0
 _CHANGE_S: Final = 3600.0
 """Timeout of a change in seconds: an adapter may have to be downloaded, or wait on a busy server."""
 
-BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of the server.")]
+BaseUrl = Annotated[
+    str, typer.Option("--base-url", "--url", envvar="LORAPLEX_URL", help="URL of the server.")
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.tenants import NO_TENANT
 
 
 class FinishReason(StrEnum):
@@ -22,7 +23,11 @@ class EngineRequest:
     """One sequence to generate. `adapter` is an adapter version (content hash), None for the base.
 
     `output_token_ids`: the beginning of the answer, made by an earlier engine. It counts as output, for
-    lengths, penalties and seeds, and is not reported again.
+    lengths, penalties and seeds, and is not reported again. `tenant`: whose request it is. `priority`: of a
+    tenant's requests, those with a lower one come first. `slo_ttft_s`: seconds within which its first token
+    should come; None for the target of the tenant, if it has one. `cache_salt`: a request finds cached
+    prefixes and compiled grammars only of requests with the same one. `traced`: its first token shall come
+    with its `PhaseTimes`.
     """
 
     request_id: str
@@ -31,6 +36,11 @@ class EngineRequest:
     adapter: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     output_token_ids: tuple[int, ...] = ()
+    tenant: str = NO_TENANT
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    cache_salt: str = ""
+    traced: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +58,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTimes:
+    """How long before its first token a request was queued, and began to run, and how long before it the load
+    of its adapter began and ended that it met; None for what it did not meet. In seconds: clocks differ
+    between machines."""
+
+    queued_s: float
+    started_s: float | None
+    load_begun_s: float | None
+    load_ended_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutput:
     """The output of one step for one request. A request's last output has a `finish_reason`.
 
@@ -56,7 +78,7 @@ class EngineOutput:
     token that ended the request, if one did; it is never in `token_ids`. `adapter_hit` says whether the
     request found its adapter resident or being loaded; None for the base. `error_param` is "model" if the
     adapter caused the failure: its files are gone, changed or broken, or its weights overflow; another field
-    of the request if that one cannot be served.
+    of the request if that one cannot be served. `times`: set once, with the first token of a traced request.
     """
 
     request_id: str
@@ -69,3 +91,4 @@ class EngineOutput:
     stop_token_id: int | None = None
     error: str | None = None
     error_param: str | None = None
+    times: PhaseTimes | None = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.interface import EngineCore
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.staging import answer_once
@@ -78,6 +79,11 @@ class LocalAsyncEngine:
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine."""
         await self._call(lambda reply: self._remove_adapter(version, reply))
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """See AsyncEngine."""
+        with self._changed:
+            self._submit(partial(self._core.set_tenants, tuple(policies)))
 
     async def stats(self) -> EngineStats:
         return await self._call(self._read_stats)

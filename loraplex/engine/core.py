@@ -15,14 +15,17 @@ from typing import Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.batching import Batching
+from loraplex.core.clock import MonotonicClock
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.compilation import GrammarCompilation
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
 from loraplex.engine.grammars import AnswerGrammar, Grammars
-from loraplex.perf.cost_model import CostKind
+from loraplex.engine.phase_clock import PhaseClock
+from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -58,13 +61,15 @@ class Engine:
         memory: Memory,
         executor: Executor,
         costs: DriftWatch | None = None,
+        request_costs: CostModel | None = None,
         grammars: Grammars | None = None,
         count_workers: Callable[[], int] | None = None,
         load_deadline_s: float = LOAD_DEADLINE_S,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`costs`: predicted costs on this machine, corrected by measured ones. `grammars`: of structured
-        output; None for an engine without a tokenizer, which refuses it. `count_workers`: returns how
+        """`costs`: predicted costs on this machine, corrected by measured ones. `request_costs`: by which
+        tenants are charged, if not by these. `grammars`: of structured output; None for an engine without a
+        tokenizer, which refuses it. `count_workers`: returns how
         many CPU workers are ready now; None if their number does not change. `load_deadline_s`: requests fail
         if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
         longest that a step waits for a load."""
@@ -76,7 +81,9 @@ class Engine:
         self.num_workers = config.num_workers
         self._table = memory.table
         self._swaps = memory.pool.host is not None
-        self._scheduler = Scheduler(config, memory, costs)
+        self._scheduler = Scheduler(
+            config, memory, costs, request_costs=request_costs, clock=MonotonicClock()
+        )
         self._costs = costs
         self._count_workers = count_workers
         self._executor = executor
@@ -84,6 +91,7 @@ class Engine:
         self._load_deadline_s = load_deadline_s
         self._max_pause_s = max_pause_s
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self._phases = PhaseClock()
         self._flights: deque[_Launched] = deque()
         self.landed: StepPlan | None = None
         """The plan of the step that landed last."""
@@ -98,6 +106,8 @@ class Engine:
         if self._count_workers is not None:
             self._scheduler.adapters.set_num_workers(self._count_workers())
         plan = self._scheduler.schedule()
+        if self._phases:
+            self._phases.decided(plan)
         for request_id in plan.preempted:
             self._executor.preempt(request_id)
         if plan.drops_merged:
@@ -137,6 +147,7 @@ class Engine:
                 self._begin(request, result)
                 continue
             self._scheduler.give_up(request)
+            self._phases.forget(request.request_id)
             failed.append(
                 EngineOutput(
                     request_id=request.request_id,
@@ -185,6 +196,8 @@ class Engine:
         if request.request_id in self._compilation:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         self._scheduler.accept(request)
+        if request.traced:
+            self._phases.queued(request)
         if request.params.structured_output is None:
             self._begin(request, None)
             return
@@ -192,6 +205,7 @@ class Engine:
             self._compilation.begin(request)
         except InvalidRequestError:
             self._scheduler.give_up(request)
+            self._phases.forget(request.request_id)
             raise
 
     def _begin(self, request: EngineRequest, grammar: AnswerGrammar | None) -> None:
@@ -201,6 +215,7 @@ class Engine:
             self._prompt_logprobs[request.request_id] = [None]
 
     def cancel(self, request_id: str) -> None:
+        self._phases.forget(request_id)
         compiling = self._compilation.cancel(request_id)
         if compiling is not None:
             self._scheduler.give_up(compiling)
@@ -277,6 +292,9 @@ class Engine:
             self._executor.evict_adapter(version)
         return self._scheduler.take_removed_adapters()
 
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        self._scheduler.fair.set_policies(policies)
+
     def stage_adapter(self, version: str) -> None:
         """Read a version into host memory before any request asks for it, if there is room."""
         self._scheduler.adapters.stage_ahead(version)
@@ -329,7 +347,10 @@ class Engine:
                 self._scheduler.adapter_loaded(event.version)
             else:
                 self._scheduler.adapter_failed(event.version, event.error)
-        return {event.version for event in events}
+        versions = {event.version for event in events}
+        if versions and self._phases:
+            self._phases.loaded(versions)
+        return versions
 
     def _await_loads(self, versions: Set[str]) -> None:
         """Wait until these versions have been read or loaded, up to `max_pause_s`: a disk that does not
@@ -373,6 +394,7 @@ class Engine:
             stop_token_id=update.stop_token_id,
             error=update.error,
             error_param=update.error_param or result.failed_params.get(request_id),
+            times=self._phases.take(request_id) if self._phases else None,
         )
 
     def _end(self, request_id: str) -> None:

@@ -104,6 +104,7 @@ def build_cpu_engine(
         executor = start_parallel(
             build, count=num_shards, device="cpu", num_threads=num_threads, report=report
         )
+    costs = known_costs(config.shape, "cpu", dtype)
     return Engine(
         config=SchedulerConfig(
             max_model_len=plan.max_model_len,
@@ -121,7 +122,8 @@ def build_cpu_engine(
         ),
         executor=executor,
         grammars=Grammars.of_model(Path(options.model), config),
-        costs=DriftWatch(known_costs(config.shape, "cpu", dtype)) if options.batching.needs_costs else None,
+        costs=DriftWatch(costs) if options.batching.needs_costs else None,
+        request_costs=costs,
     )
 
 

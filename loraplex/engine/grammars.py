@@ -21,7 +21,7 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
-from loraplex.engine.schema_rules import ascii_classes, closed_schema, ends_in_escape
+from loraplex.engine.schema_rules import JSON_WHITESPACE, ascii_classes, closed_schema, ends_in_escape
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
-_WHITESPACE: Final = r"[ \t\r\n]{0,32}"
-"""Whitespace between the tokens of JSON. It has an end: models without an idea of how to go on would write it
-up to max_tokens."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 _CACHED_GRAMMARS: Final = 64
 _SILENT: Final = 0
@@ -110,7 +107,9 @@ class Grammars:
         Raises InvalidRequestError if no answer can look like what is asked for."""
         wanted = request.params.structured_output
         assert wanted is not None
-        return AnswerGrammar(self, wanted, request.eos_token_ids, request.output_token_ids)
+        return AnswerGrammar(
+            self, wanted, request.eos_token_ids, request.output_token_ids, request.cache_salt
+        )
 
 
 class AnswerGrammar:
@@ -122,12 +121,13 @@ class AnswerGrammar:
         wanted: StructuredOutput,
         eos_token_ids: tuple[int, ...],
         output_token_ids: Sequence[int],
+        cache_salt: str = "",
     ) -> None:
         refuse_without_llguidance(wanted)
-        self._origin = (grammars, wanted, eos_token_ids, tuple(output_token_ids))
+        self._origin = (grammars, wanted, eos_token_ids, tuple(output_token_ids), cache_salt)
         ends = grammars.eos_token_ids or eos_token_ids
         try:
-            self.matcher = _compiled(grammars, wanted, ends).deep_copy()
+            self.matcher = _compiled(grammars, wanted, ends, cache_salt).deep_copy()
         except ModelError as error:
             raise InvalidRequestError(f"{error}; leave {wanted.param} out", param=wanted.param) from error
         self.vocab_size = _tokenizer(grammars, ends).vocab_size
@@ -155,7 +155,7 @@ class AnswerGrammar:
         """Why no token can follow; None if one can."""
         if self.has_ended or not self.matcher.is_error():
             return None
-        _, wanted, _, _ = self._origin
+        wanted = self._origin[1]
         return f"the answer cannot go on as {wanted.param} asks: {_reason(self.matcher.get_error())}"
 
     @property
@@ -184,8 +184,11 @@ def allowed_bits(grammars: Sequence[AnswerGrammar]) -> npt.NDArray[np.int64]:
 
 
 @lru_cache(maxsize=_CACHED_GRAMMARS)
-def _compiled(grammars: Grammars, wanted: StructuredOutput, eos_token_ids: tuple[int, ...]) -> LLMatcher:
-    """Return the state of an answer that has not begun, to be copied."""
+def _compiled(
+    grammars: Grammars, wanted: StructuredOutput, eos_token_ids: tuple[int, ...], cache_salt: str
+) -> LLMatcher:
+    """Return the state of an answer that has not begun, to be copied. `cache_salt` only keeps cache entries
+    apart."""
     from llguidance import LLMatcher, LLParserLimits
 
     if not eos_token_ids:
@@ -261,7 +264,7 @@ def _grammar_of(wanted: StructuredOutput) -> str:
             case OutputKind.JSON | OutputKind.JSON_OBJECT:
                 schema = _ANY_OBJECT if wanted.kind is OutputKind.JSON_OBJECT else closed_schema(wanted.text)
                 return LLMatcher.grammar_from_json_schema(
-                    schema, overrides={"whitespace_pattern": _WHITESPACE}
+                    schema, overrides={"whitespace_pattern": JSON_WHITESPACE}
                 )
             case OutputKind.REGEX if ends_in_escape(wanted.text):
                 raise ValueError("it ends in a backslash that escapes nothing")

@@ -8,6 +8,7 @@ from typing import Protocol
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 
 
 class EngineCore(Protocol):
@@ -40,6 +41,10 @@ class EngineCore(Protocol):
 
     def take_removed_adapters(self) -> Sequence[str]:
         """Return the versions whose removal was completed since the last call."""
+        ...
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """Replace the shares, priorities and objectives of tenants; requests of others have a share of 1."""
         ...
 
     def has_work(self) -> bool:
@@ -99,6 +104,11 @@ class AsyncEngine(Protocol):
 
     async def remove_adapter(self, version: str) -> None:
         """Remove a version; return after its requests in flight have ended and its memory is free."""
+        ...
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """Replace the shares, priorities and objectives of tenants, for requests that are waiting as for
+        later ones. They outlive the engine's process."""
         ...
 
     async def stats(self) -> EngineStats: ...

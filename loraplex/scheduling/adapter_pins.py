@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from itertools import islice
 from typing import Final
 
@@ -36,7 +36,7 @@ class AdapterPins:
     must not take that memory. `short`: the request whose tokens found no room. `reads`: versions to read into
     host memory before they can be loaded. `to_keep`: versions still to be loaded and kept. `starts`: decides
     whether steps may use an adapter while it is being copied from host memory. `returning`: waiting requests
-    that hold KV blocks (`swapping`).
+    that hold KV blocks (`swapping`). `on_load`: called with each request that a load is started for.
     """
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, step_tokens: int) -> None:
@@ -52,6 +52,7 @@ class AdapterPins:
         self._reads_more = True
         self.starts = StartPolicy(ColdStart.OVERLAP)
         self.returning: Collection[RequestState] = ()
+        self.on_load: Callable[[RequestState], None] = lambda request: None
 
     def keep(self, version: str) -> None:
         """Load a version as soon as possible, and never evict it."""
@@ -221,6 +222,8 @@ class AdapterPins:
 
     def _load(self, version: str, first: RequestState | None = None) -> None:
         """Start a load. `first`: the request that it is for."""
+        if first is not None:
+            self.on_load(first)
         load, source = self._memory.load_of(version), self._table.host_place(version)
         plan = AssistPlan()
         if source is not None and self.starts.streams:

@@ -70,6 +70,7 @@ class Admission:
                 self._batcher.now_s,
                 lambda: self._batcher.end_pace(self._running),
             )
+        self._waiting.arrange(max(self._config.prefetch_depth, self._config.max_running))
         self._adapters.bring_in(self._waiting, self._running)
         if self._pins.refused is not None:
             self._pressure.give_back_merged()
@@ -157,7 +158,8 @@ class Admission:
         short. There must be memory for all that the request has to compute, beside the blocks promised to
         running requests. If none runs, or prompts are not cut, memory for the first chunk is enough."""
         searches = sequence.request.params.prompt_logprobs is None
-        cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
+        salt = sequence.request.cache_salt
+        cached = self._pool.match(sequence.adapter, sequence.token_ids, salt) if searches else []
         self._pool.share(cached)
         num_cached = len(cached) * self._pool.block_size
         num_tokens = self._first_chunk(len(sequence.token_ids) - num_cached, num_cached, budget)

@@ -2,7 +2,8 @@
 
 A full block is cached under (identity of the block before it, its tokens); the chain starts at a root
 that stands for the adapter version. Keys hold the tokens themselves, so a lookup can never mistake one
-prefix for another, as it could with hashes, and one tenant never reads another's keys and values.
+prefix for another, as it could with hashes, and one tenant never reads another's keys and values. A salt
+in the key of a first block keeps apart the chains of requests that must not even notice each other's hits.
 
         empty --allocate--> held (ref 1) --share--> held (ref n) --release--> empty, or cached if published
         A cached block keeps its contents until it is shared again, or emptied because memory is short, in the
@@ -205,14 +206,14 @@ class BlockPool:
         del self._last_use[self.num_blocks :]
         return moves
 
-    def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
-        """Return the cached blocks of the longest known prefix. At least one token is always left to
-        compute."""
+    def match(self, adapter: str | None, token_ids: Sequence[int], salt: str = "") -> list[int]:
+        """Return the cached blocks of the longest known prefix with this salt. At least one token is always
+        left to compute."""
         num_full = (len(token_ids) - 1) // self.block_size
         node = self._root(adapter)
         found: list[int] = []
         for index in range(num_full):
-            key = (node, self._tokens_of(token_ids, index))
+            key = (node, self._contents_of(token_ids, index, salt))
             block = self._block_of.get(key)
             if block is None:
                 break
@@ -220,14 +221,14 @@ class BlockPool:
             node = self._node_of[block]
         return found
 
-    def find(self, adapter: str | None, token_ids: Sequence[int]) -> list[Contents]:
+    def find(self, adapter: str | None, token_ids: Sequence[int], salt: str = "") -> list[Contents]:
         """Do what `match` does, with the contents that the host tier holds."""
         num_full = (len(token_ids) - 1) // self.block_size
         node: int | None = self._root(adapter)
         found: list[Contents] = []
         for index in range(num_full):
             assert node is not None
-            key = (node, self._tokens_of(token_ids, index))
+            key = (node, self._contents_of(token_ids, index, salt))
             block = self._block_of.get(key)
             if block is not None:
                 node = self._node_of[block]
@@ -244,7 +245,13 @@ class BlockPool:
         self.prefix_hits += len(found)
 
     def publish(
-        self, adapter: str | None, token_ids: Sequence[int], blocks: Sequence[int], first: int, end: int
+        self,
+        adapter: str | None,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        first: int,
+        end: int,
+        salt: str = "",
     ) -> None:
         """Make the sequence's full blocks [first, end) findable; those before are already published.
 
@@ -255,7 +262,7 @@ class BlockPool:
             parent = self._root(adapter) if index == 0 else self._node_of.get(blocks[index - 1])
             if parent is None:
                 return
-            key = (parent, self._tokens_of(token_ids, index))
+            key = (parent, self._contents_of(token_ids, index, salt))
             if key in self._block_of or blocks[index] in self._key_of:
                 continue
             node = None if self.host is None else self.host.node_of(key)
@@ -337,8 +344,10 @@ class BlockPool:
             assert all(self.host.node_of(key) in (None, self._node_of[b]) for b, key in self._key_of.items())
             assert self.host.num_copying == len(self._locked), "a copy under way locks one block of each tier"
 
-    def _tokens_of(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
-        return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+    def _contents_of(self, token_ids: Sequence[int], index: int, salt: str) -> tuple[int | str, ...]:
+        """Return a block's part of its key. Only the first block has the salt: the others descend from it."""
+        tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return (*tokens, salt) if salt and index == 0 else tuple(tokens)
 
     def _put(self, block: int, key: CacheKey, node: int, adapter: str | None) -> None:
         """Make a block's contents findable."""

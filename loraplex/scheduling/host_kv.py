@@ -34,8 +34,8 @@ from loraplex.scheduling.victims import next_host_victim
 _MOST_BYTES: Final = 64 << 40
 """More than a host has. Each block costs the scheduler a little memory, so a mistake must not make many."""
 
-CacheKey = tuple[int, tuple[int, ...]]
-"""The node before a block, and the block's tokens."""
+CacheKey = tuple[int, tuple[int | str, ...]]
+"""The node before a block, and the block's tokens; behind those of a first block the salt, if any."""
 
 
 class HostState(Enum):

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from loraplex.core.clock import Clock
 from loraplex.core.request import FinishReason
 from loraplex.scheduling.adapter_slots import AdapterSlots
 from loraplex.scheduling.batching.batcher import Batcher
+from loraplex.scheduling.fair_share import FairShare
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import TokenUpdate
 from loraplex.scheduling.request_state import RequestState
@@ -25,20 +27,28 @@ from loraplex.scheduling.swapping import Swapping
 
 
 class RequestQueues:
-    """Holds the requests of one scheduler. `table`: all. `running`: in order of admission. `paused`: the
-    running requests that the step being decided leaves out. `slots`: adapters of the running ones.
-    `failures`: requests that ended with an error since they were last taken. `is_settled`: the last step only
-    decoded, and no waiting request can be admitted; unset by every event that may change that."""
+    """Holds the requests of one scheduler. `table`: all. `running`: in order of admission, or of
+    `fair_victims`. `paused`: the running requests that the step being decided leaves out. `slots`: adapters
+    of the running ones. `fair`: what each tenant got. `failures`: requests that ended with an error since
+    they were last taken. `is_settled`: the last step only decoded, and no waiting request can be admitted;
+    unset by every event that may change that."""
 
     def __init__(
-        self, memory: Memory, batcher: Batcher, swapping: Swapping | None, max_adapters: int | None
+        self,
+        memory: Memory,
+        batcher: Batcher,
+        swapping: Swapping | None,
+        max_adapters: int | None,
+        fair: FairShare,
+        clock: Clock,
     ) -> None:
         self._memory = memory
         self._pool = memory.pool
         self._batcher = batcher
         self._swapping = swapping
         self.table = RequestTable()
-        self.waiting = batcher.make_queue()
+        self.fair = fair
+        self.waiting = batcher.make_queue(fair, clock)
         self.running: list[RequestState] = []
         self.paused: list[RequestState] = []
         self.slots = AdapterSlots(max_adapters)
@@ -49,6 +59,7 @@ class RequestQueues:
     def add(self, sequence: RequestState) -> None:
         """Queue a new request."""
         self.table.add(sequence)
+        self.fair.arrives(sequence, self.waiting.tenants, self.running)
         self.waiting.append(sequence)
         self.is_settled = False
 
@@ -56,12 +67,14 @@ class RequestQueues:
         """Let a waiting request run, which has its blocks. The caller removes it from `waiting`, where no
         request may leave during an iteration."""
         self.running.append(sequence)
+        self.fair.admitted(sequence)
         self.slots.enter(sequence.adapter)
 
     def preempt(self, sequence: RequestState) -> None:
         """Let a running request wait, before all others. It is computed again later, or copied to the host
         and back."""
         self.running.remove(sequence)
+        self.fair.settle((sequence,))
         self.slots.leave(sequence.adapter)
         if self._swapping is not None:
             # Also full blocks of steps in flight, which write them before a copy begins.
@@ -77,7 +90,12 @@ class RequestQueues:
         num_full = num_computed // self._pool.block_size
         if num_full > sequence.num_published:
             self._pool.publish(
-                sequence.adapter, sequence.token_ids, sequence.block_ids, sequence.num_published, num_full
+                sequence.adapter,
+                sequence.token_ids,
+                sequence.block_ids,
+                sequence.num_published,
+                num_full,
+                sequence.request.cache_salt,
             )
             sequence.num_published = num_full
 
@@ -89,6 +107,7 @@ class RequestQueues:
             self.waiting.give_up(sequence)
         else:
             self.running.remove(sequence)
+            self.fair.settle((sequence,))
             self.slots.leave(sequence.adapter)
             self.waiting.ended(self._batcher.now_s)
         if self._swapping is not None:

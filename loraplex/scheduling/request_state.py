@@ -22,7 +22,9 @@ class RequestState:
     resident or loading when the request first pinned it; None until then. `queue_position`: position in the
     waiting queue; smaller numbers run first. `arrival`: number of requests that arrived before. `arrived_s`:
     sum of the predicted seconds of all steps before its arrival; `delayed_s`: predicted seconds of steps that
-    it was left out of.
+    it was left out of. `queued_s`: time of its arrival, by the scheduler's clock; `slo_ttft_s`: seconds after
+    it until when its first token should come. `num_charged`: tokens that its
+    tenant was charged for (`fair_share`).
     """
 
     __slots__ = (
@@ -33,6 +35,7 @@ class RequestState:
         "block_ids",
         "delayed_s",
         "num_cached",
+        "num_charged",
         "num_computed",
         "num_prompt",
         "num_published",
@@ -40,12 +43,16 @@ class RequestState:
         "num_unknown",
         "pinned",
         "queue_position",
+        "queued_s",
         "request",
         "request_id",
+        "slo_ttft_s",
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, arrival: int = 0, arrived_s: float = 0.0) -> None:
+    def __init__(
+        self, request: EngineRequest, arrival: int = 0, arrived_s: float = 0.0, queued_s: float = 0.0
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.adapter = request.adapter
@@ -63,6 +70,9 @@ class RequestState:
         self.arrival = arrival
         self.arrived_s = arrived_s
         self.delayed_s = 0.0
+        self.queued_s = queued_s
+        self.slo_ttft_s: float | None = None
+        self.num_charged = 0
 
     @property
     def num_tokens(self) -> int:

@@ -19,14 +19,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
 
+from loraplex.core.clock import Clock, ManualClock
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_planner import AdapterPlanner
 from loraplex.scheduling.admission import Admission
 from loraplex.scheduling.batching.batcher import Batcher
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.fair_share import FairShare, RequestCosts
+from loraplex.scheduling.fair_victims import kept_first
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.memory_pressure import MemoryPressure
 from loraplex.scheduling.plan import BlockCopy, Chunk, StepPlan, TokenUpdate
@@ -40,9 +44,18 @@ from loraplex.scheduling.swapping import SwapOrders, Swapping
 class Scheduler:
     """Owns the queues; it and its parts are the only ones to change the memory's state."""
 
-    def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: Memory,
+        costs: DriftWatch | None = None,
+        *,
+        request_costs: CostModel | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """`costs`: measured and predicted costs, which `ColdStart.AUTO`, swapping and batching decide
-        by."""
+        by. `request_costs`: what tenants are charged by, if not by these. `clock`: by which requests wait for
+        their SLO; without one, none is ever lost."""
         self._config = config
         self._memory = memory
         self._pool = memory.pool
@@ -54,7 +67,13 @@ class Scheduler:
         if memory.pool.host is not None:
             self._swapping = Swapping(memory, memory.pool.host, costs)
             self._pins.returning = self._swapping.returning
-        self._queues = RequestQueues(memory, self.batcher, self._swapping, config.max_adapters)
+        charged_by = costs.model if request_costs is None and costs is not None else request_costs
+        self.fair = FairShare(RequestCosts(charged_by, memory.table.known_bytes))
+        self._clock = clock or ManualClock()
+        self._pins.on_load = self.fair.loads
+        self._queues = RequestQueues(
+            memory, self.batcher, self._swapping, config.max_adapters, self.fair, self._clock
+        )
         self._sequences = self._queues.table
         self._waiting = self._queues.waiting
         self._running = self._queues.running
@@ -88,7 +107,8 @@ class Scheduler:
 
     def queue(self, request: EngineRequest) -> None:
         """Queue a request that was accepted."""
-        sequence = RequestState(request, self._num_arrived, self.batcher.now_s)
+        sequence = RequestState(request, self._num_arrived, self.batcher.now_s, self._clock.now_s())
+        sequence.slo_ttft_s = self.fair.slo_ttft_s(request)
         self._num_arrived += 1
         self._queues.add(sequence)
 
@@ -165,6 +185,7 @@ class Scheduler:
         """Decide the next step. It may have no chunks while adapters load."""
         preempted: list[RequestState] = []
         num_running = len(self._running)
+        self._share_out()
         active = self._choose_batch()
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
@@ -180,6 +201,17 @@ class Scheduler:
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan(chunks, preempted)
+
+    def _share_out(self) -> None:
+        """Charge tenants for what they got so far, and put the running requests into the order in which they
+        keep their memory, if that may be short in this step. Does nothing while only the order of arrival
+        counts."""
+        if not self.fair.is_shared:
+            return
+        self.fair.settle(self._running)
+        most_blocks = len(self._running) + self._pool.blocks_for(self._config.work.max_tokens)
+        if self._pool.num_obtainable < most_blocks:
+            self._running[:] = kept_first(self._running, self.fair)
 
     def _plan(self, chunks: list[Chunk], preempted: Iterable[RequestState] = ()) -> StepPlan:
         """Return the plan of a step with these chunks, and count them as computed."""

@@ -170,7 +170,7 @@ class Swapping:
     def _find(self, sequence: RequestState) -> list[Contents]:
         if sequence.request.params.prompt_logprobs is not None:
             return []
-        return self._pool.find(sequence.adapter, sequence.token_ids)
+        return self._pool.find(sequence.adapter, sequence.token_ids, sequence.request.cache_salt)
 
     def _order_in(self, sequence: RequestState, found: Iterable[Contents], blocks: Iterable[int]) -> None:
         """Begin to copy what of a prefix is on the host to these blocks."""

@@ -7,7 +7,7 @@ only at the first few, to load their adapters, and at the candidates, the only o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, KeysView
+from collections.abc import Collection, Iterator, KeysView
 from heapq import merge
 from itertools import islice, pairwise
 from operator import attrgetter
@@ -77,6 +77,26 @@ class WaitingQueue:
     def give_up(self, request: RequestState) -> None:
         """Remove a request that will not run: it was cancelled, or failed."""
         self.remove(request)
+
+    def arrange(self, count: int) -> None:
+        """Decide which `count` requests come first in the next step, where that is not the order of
+        arrival."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether requests compete that do not simply take turns by arrival: of several tenants, of
+        several priorities, or with objectives."""
+        return False
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """The tenants that wait."""
+        return ()
+
+    @property
+    def selected(self) -> Collection[RequestState]:
+        """The requests that were put in front, in order, to admit them by adapter."""
+        return ()
 
     def admitted(self, request: RequestState, now_s: float) -> None:
         """Record that a request is admitted for the first time. `now_s`: sum of the predicted seconds of all

@@ -24,6 +24,7 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.output_stream import Take, outputs_of
 from loraplex.engine.staging import answer_once
 from loraplex.server.continuing import EngineSilentError
@@ -49,6 +50,7 @@ from loraplex.server.protocol_ipc import (
     Ready,
     Rejected,
     RemoveAdapter,
+    SetTenants,
     StartProgress,
     Stats,
 )
@@ -116,6 +118,7 @@ class EngineClient:
         self._streams = EngineStreams()
         # By version and folder: a restarted engine must know every folder that holds a version.
         self._adapters: dict[str, dict[Path, AdapterSpec]] = {}
+        self._tenants: tuple[TenantPolicy, ...] = ()
         self._additions: dict[str, asyncio.Future[None]] = {}
         self._removals: dict[str, asyncio.Future[None]] = {}
         self._stats = EngineStats()
@@ -257,6 +260,12 @@ class EngineClient:
         self._child.send(RemoveAdapter(version))
         await asyncio.shield(reply)
 
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """See AsyncEngine."""
+        self._tenants = tuple(policies)
+        if self._child is not None and self._life.takes_adapters.is_set() and not self._life.is_gone:
+            self._child.send(SetTenants(self._tenants))
+
     async def stats(self) -> EngineStats:
         """Return counters at most `stats_max_age_s` old, or the last ones if a long step delays the reply.
 
@@ -330,6 +339,8 @@ class EngineClient:
             for version, sources in self._adapters.items():
                 for spec in sources.values():
                     child.send(AddAdapter(spec, self._pool.holders(version)))
+            if self._tenants:
+                child.send(SetTenants(self._tenants))
             self._life.takes_adapters.set()
             if add_adapters is not None:
                 await _unless_exited(add_adapters, child)

@@ -56,6 +56,7 @@ from loraplex.server.protocol_ipc import (
     Ready,
     Rejected,
     RemoveAdapter,
+    SetTenants,
     Shutdown,
     StartProgress,
     Stats,
@@ -192,6 +193,8 @@ class EngineLoop:
                     core.remove_adapter(version)
                 except LoraplexError as error:
                     self._send(AdapterRemoved(version, ErrorInfo.of(error)))
+            case SetTenants(policies):
+                core.set_tenants(policies)
             case GetStats():
                 self._send(Stats(core.stats()))
 

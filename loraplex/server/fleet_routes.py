@@ -37,8 +37,9 @@ def fleet_router(
     router = APIRouter()
     _add_placement(router, GivenPlacement(fleet, adapters), administrators, bodies, clock)
 
-    @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401,)))
-    async def replicas() -> Response:
+    @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401, 403)))
+    async def replicas(request: Request) -> Response:
+        administrators.require_operator(request.scope)
         return json_response(_list(fleet, adapters))
 
     def add(
@@ -47,6 +48,7 @@ def fleet_router(
         @router.post(path, **operation(summary=summary, body=body_type, answer=ReplicaList, errors=_ERRORS))
         async def changed(request: Request) -> Response:
             administrators.require(request.scope)
+            administrators.require_operator(request.scope)
             async with bodies.read(request, body_type) as body:
                 pass
             asked = msgspec.to_builtins(body)
@@ -91,9 +93,10 @@ def _add_placement(
 ) -> None:
     @router.get(
         _PLACEMENT_PATH,
-        **operation(summary="List where adapters are served", answer=Placement, errors=(401, 503)),
+        **operation(summary="List where adapters are served", answer=Placement, errors=(401, 403, 503)),
     )
-    async def placed() -> Response:
+    async def placed(request: Request) -> Response:
+        administrators.require_operator(request.scope)
         return json_response(placement.state())
 
     @router.put(
@@ -107,6 +110,7 @@ def _add_placement(
     )
     async def give(request: Request) -> Response:
         administrators.require(request.scope)
+        administrators.require_operator(request.scope)
         async with bodies.read(request, PlacementRequest) as body:
             with audited_replicas(
                 request.scope, clock, adapters=len(body.adapters), dry_run=body.dry_run or None
@@ -122,6 +126,7 @@ def _add_placement(
     )
     async def release(request: Request) -> Response:
         administrators.require(request.scope)
+        administrators.require_operator(request.scope)
         with audited_replicas(request.scope, clock):
             placement.release()
         return json_response(placement.state())
@@ -129,23 +134,31 @@ def _add_placement(
 
 def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:
     return ReplicaList(
-        left_out=[LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()],
-        data=[
-            ReplicaInfo(
-                replica=each.number,
-                state=each.status.state.value,
-                message=each.status.message,
-                drained=each.drained,
-                in_flight=each.num_in_flight,
-                sent=each.num_sent,
-                placed=each.num_placed,
-                refused=each.num_refused,
-                brought=each.num_brought,
-                migrated=each.num_migrated,
-                restarts=each.status.num_restarts,
-                pid=each.status.pid,
-                node=each.status.node,
-            )
-            for each in fleet.replicas
-        ],
+        left_out=left_out_infos(adapters),
+        data=replica_infos(fleet),
     )
+
+
+def left_out_infos(adapters: AdapterService) -> list[LeftOutInfo]:
+    return [LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()]
+
+
+def replica_infos(fleet: Fleet) -> list[ReplicaInfo]:
+    return [
+        ReplicaInfo(
+            replica=each.number,
+            state=each.status.state.value,
+            message=each.status.message,
+            drained=each.drained,
+            in_flight=each.num_in_flight,
+            sent=each.num_sent,
+            placed=each.num_placed,
+            refused=each.num_refused,
+            brought=each.num_brought,
+            migrated=each.num_migrated,
+            restarts=each.status.num_restarts,
+            pid=each.status.pid,
+            node=each.status.node,
+        )
+        for each in fleet.replicas
+    ]

@@ -15,6 +15,7 @@
                                                  then one per step
     AddAdapter, RemoveAdapter       ───────────▶
                                     ◀─────────── AdapterAdded, AdapterRemoved
+    SetTenants                      ───────────▶
     GetStats                        ───────────▶
                                     ◀─────────── Stats
                                     ◀─────────── Alive, periodically, whatever else it does
@@ -43,6 +44,7 @@ from loraplex.core.errors import AdapterFormatError, InvalidRequestError, Lorapl
 from loraplex.core.logs import LogFormat
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server.pool.messages import Holder
 
 EVENTS_SOCKET: Final = "events.sock"
@@ -164,6 +166,12 @@ class Prepare(Message, frozen=True):
     """Tells the engine that the initial adapters are known, and to prepare for serving them."""
 
 
+class SetTenants(Message, frozen=True):
+    """The shares, priorities and objectives of all tenants that have any."""
+
+    policies: tuple[TenantPolicy, ...]
+
+
 class GetStats(Message, frozen=True):
     pass
 
@@ -247,7 +255,18 @@ class Alive(Message, frozen=True):
     to other events is undefined."""
 
 
-Command = Hello | JoinPool | AddRequest | Cancel | AddAdapter | RemoveAdapter | Prepare | GetStats | Shutdown
+Command = (
+    Hello
+    | JoinPool
+    | AddRequest
+    | Cancel
+    | AddAdapter
+    | RemoveAdapter
+    | Prepare
+    | SetTenants
+    | GetStats
+    | Shutdown
+)
 Event = (
     Listening
     | PoolJoined

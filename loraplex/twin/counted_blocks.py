@@ -89,11 +89,17 @@ class CountedPool(BlockPool):
         self._num_empty -= count
         return {}
 
-    def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
+    def match(self, adapter: str | None, token_ids: Sequence[int], salt: str = "") -> list[int]:
         return []
 
     def publish(
-        self, adapter: str | None, token_ids: Sequence[int], blocks: Sequence[int], first: int, end: int
+        self,
+        adapter: str | None,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        first: int,
+        end: int,
+        salt: str = "",
     ) -> None:
         pass
 

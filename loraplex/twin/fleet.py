@@ -336,7 +336,7 @@ class SimulatedFleet:
     def _end_s(self) -> float:
         """Return when the run ended: with its last request, though plans may be made after that."""
         end_s = max(replica.simulator.end_s(self._until_s) for replica in self._replicas)
-        ends_s = [each.finish_s for each in self._outcomes if not each.lost]
+        ends_s = [each.finish_s for each in self._outcomes if each.was_taken]
         last_s = max((each for each in ends_s if each is not None), default=end_s)
         return end_s if None in ends_s else min(end_s, last_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from loraplex.core.clock import Clock
 from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
@@ -32,9 +33,10 @@ class LeapingScheduler(Scheduler):
         memory: Memory,
         costs: DriftWatch | None = None,
         adapter_weight: Callable[[str], int] = lambda version: 0,
+        clock: Clock | None = None,
     ) -> None:
         """`adapter_weight`: returns an adapter's weight, as the step times count it."""
-        super().__init__(config, memory, costs)
+        super().__init__(config, memory, costs, clock=clock)
         self._adapter_weight = adapter_weight
         self._group: DecodeGroup | None = None
         self._joining: list[tuple[RequestState, Chunk]] = []
@@ -95,6 +97,8 @@ class LeapingScheduler(Scheduler):
             return False
         if self.batcher.pauses:
             return False  # the requests of the next step have to be chosen
+        if self.fair.is_shared:
+            return False  # whose turn it is depends on what each tenant has got by then
         if self._config.batching.groups:
             return False  # whose turn it is depends on the time of each step
         if self._pool.num_locked > 0:  # copies of KV blocks are under way, which free memory when they end
@@ -107,7 +111,7 @@ class LeapingScheduler(Scheduler):
         """Return whether these new requests could join the group with their whole prompts in one step and
         stay in it, even if requests that end meanwhile freed nothing."""
         group, limit = self.group, self._config.max_model_len
-        if group is None or self._waiting or not self._all_is_quiet():
+        if group is None or self._waiting or not self._all_is_quiet() or self._will_be_shared(requests):
             return False
         num_tokens = sum([request.num_tokens for request in requests])
         if not self._may_start(len(requests), num_tokens, [request.adapter for request in requests]):
@@ -152,7 +156,9 @@ class LeapingScheduler(Scheduler):
         """Queue requests that can only wait until their adapters are read into host memory, while the group
         goes on. Return the reads to begin; None if this is not so for all of them, and nothing is queued.
         `sure`: the group is known to go on, with one request that joins it in the next step."""
-        if not (sure or self._can_leap()) or not self._await_reads(requests):
+        if not (sure or self._can_leap()) or self._will_be_shared(requests):
+            return None
+        if not self._await_reads(requests):
             return None
         for request in requests:
             self.add(request)
@@ -174,6 +180,8 @@ class LeapingScheduler(Scheduler):
             or len(joining) > 1
             or not (self._all_is_quiet() if joining else self._can_leap())
         ):
+            return False
+        if self._will_be_shared(due):
             return False
         if due and (not self._await_reads(due) or any(each.adapter == version for each in due)):
             return False
@@ -260,7 +268,16 @@ class LeapingScheduler(Scheduler):
             self._queues.publish(sequence, sequence.num_computed)
         self._group = None
 
+    def _will_be_shared(self, requests: Iterable[EngineRequest]) -> bool:
+        """Return whether more than the order of arrival decides whose turn it is, with these requests."""
+        return any(map(self.fair.makes_shared, requests))
+
     # ---- methods that use requests' individual state
+
+    def queue(self, request: EngineRequest) -> None:
+        if self._will_be_shared((request,)):
+            self._dissolve_group()  # tenants are charged for what each request has got
+        super().queue(request)
 
     def schedule(self) -> StepPlan:
         self._dissolve_group()

@@ -27,13 +27,14 @@ _GROWS_ABOVE: Final = 1.2
 @dataclass(slots=True)
 class RequestOutcome:
     """Times in seconds on the run's clock; None if it did not happen. `lost`: its client had no connection
-    left, and the engine never received it."""
+    left, and the engine never received it. `refused`: the server did not accept it."""
 
     request: WorkloadRequest
     first_token_s: float | None = None
     finish_s: float | None = None
     failed: bool = False
     lost: bool = False
+    refused: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +47,12 @@ class RequestOutcome:
     @property
     def is_unfinished(self) -> bool:
         """Return whether it was still running or waiting when the run ended."""
-        return self.finish_s is None and not self.lost
+        return self.finish_s is None and self.was_taken
+
+    @property
+    def was_taken(self) -> bool:
+        """Return whether an engine received it."""
+        return not (self.lost or self.refused)
 
     def at_best(self, now_s: float) -> RequestOutcome:
         """Return the outcome if all missing tokens of an unfinished request came now: the shortest times that
@@ -275,7 +281,7 @@ class Outcome:
     def timeline(self, num_intervals: int = 200) -> Timeline:
         """Return the numbers of running and waiting requests as means over intervals of equal length. A
         request waits up to its first token, unless it fails before that."""
-        known = [each for each in self.requests if not each.lost]
+        known = [each for each in self.requests if each.was_taken]
         begun = [each for each in known if each.first_token_s is not None]
         edges_s = np.linspace(0.0, self.duration_s, num_intervals + 1)
         interval_s = self.duration_s / num_intervals
@@ -321,6 +327,7 @@ class Outcome:
             "num_served": len(served),
             "num_failed": sum(each.failed for each in self.requests),
             "num_lost": sum(each.lost for each in self.requests),
+            "num_refused": sum(each.refused for each in self.requests),
             "num_unfinished": sum(each.is_unfinished for each in self.requests),
             "num_steps": self.num_steps,
             "num_loads": self.num_loads,
@@ -357,12 +364,14 @@ class Outcome:
         """Return whether less than 90% of the offered tokens are served, and requests are lost or the queue
         still grows when the last ones arrive. A queue due to a burst or to the first loads of adapters that
         shrinks by then is no overload."""
-        return self._is_starved() and (any(each.lost for each in self.requests) or self._queue_grows())
+        return self._is_starved() and (
+            not all(each.was_taken for each in self.requests) or self._queue_grows()
+        )
 
     def _queue_grows(self) -> bool:
         """Return whether the mean queue over the last third of the arrivals is longer than over the third
         before it: with steady growth their ratio is 5 to 3."""
-        known = [each for each in self.requests if not each.lost]
+        known = [each for each in self.requests if each.was_taken]
         arrivals_s = np.sort(_seconds(each.request.arrival_s for each in known))
         ends_s = (each.finish_s if each.first_token_s is None else each.first_token_s for each in known)
         left_s = np.sort(_seconds(np.inf if each is None else each for each in ends_s))

@@ -98,6 +98,7 @@ class QuickScheduler(TwinScheduler):
         self._dissolve_group()
         preempted: list[RequestState] = []
         num_running = len(self._running)
+        self._share_out()
         step, budget = self._step_of_running(self._choose_batch(), preempted)
         self._admission.bring_in()
         if not preempted:

@@ -12,6 +12,7 @@ from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
+from loraplex.core.tenants import TenantPolicy
 from loraplex.perf.assist_split import default_num_workers
 from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.drift import DriftWatch
@@ -55,7 +56,7 @@ class ReplayOptions:
     compute LoRA for adapters that are being copied to a GPU; None for as many as the engine would start on
     the profile's machine. `max_copy_bytes_per_s`: those copies are no faster than this. `batching`,
     `max_delay`, `tuning`: as in `SchedulerConfig`. `kv_swap_bytes`: host memory for keys and values; 0 for
-    none.
+    none. `tenants`: their rights, as far as they have any.
     """
 
     num_adapters: int
@@ -79,6 +80,7 @@ class ReplayOptions:
     kv_swap_bytes: int = 0
     staged: bool = False
     seed: int = 0
+    tenants: tuple[TenantPolicy, ...] = ()
 
 
 _ON_A_GPU: Final = (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
@@ -218,13 +220,15 @@ class OwnEngines:
 
     def make(self, times: StepTimes | None = None) -> Simulator:
         """Return a simulator without adapters. `times`: step times, instead of the profile's."""
-        return self._kind(
+        simulator = self._kind(
             config=self._config,
             memory=self._memory(),
             times=times or self._times(),
             adapters=self._versions,
             costs=DriftWatch(self._profile),
         )
+        simulator.scheduler.fair.set_policies(self._options.tenants)
+        return simulator
 
     def _times(self) -> StepTimes:
         merge_bytes = dict.fromkeys(self._versions, self._merge_bytes)

@@ -49,7 +49,7 @@ class Simulator:
         # Turns depend on what each running request has left, which the quick scheduler counts by group.
         is_plain = config.prompts_first or config.batching.groups or memory.pool.keeps_contents or not leaps
         self.scheduler = (TwinScheduler if is_plain else QuickScheduler)(
-            config, memory, costs, times.adapter_weight
+            config, memory, costs, times.adapter_weight, _Clock(self)
         )
         self.recorder = Recorder()
         self._memory = memory
@@ -220,6 +220,7 @@ class Simulator:
                 prompt_token_ids=_prompt(token_id, request.prompt_tokens),
                 params=_params(request.output_tokens),
                 adapter=self._adapters[request.adapter] if self._adapters else None,
+                tenant=request.tenant,
             )
         )
         return request_id
@@ -431,6 +432,16 @@ class Simulator:
         for end_s, _, version, _ in self._ends:
             if version in versions:
                 self.now_s = max(self.now_s, end_s)
+
+
+class _Clock:
+    """A simulator's virtual time, as the scheduler sees it."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+
+    def now_s(self) -> float:
+        return self._simulator.now_s
 
 
 def _relative(load: LoadInFlight, now_s: float, num_tokens: Sequence[int]) -> LoadInFlight:

@@ -1,10 +1,11 @@
 """The workload file: a header, then one request per line, in order of arrival; .gz or not.
 
     {"loraplex_workload": 1, "ranks": [8, 16], "names": [...], "duration_s": 60.0, "recipe": {...}}
-    {"arrival_s": 0.078, "prompt_tokens": 21, "output_tokens": 137, "adapter": 0}
+    {"arrival_s": 0.078, "prompt_tokens": 21, "output_tokens": 137, "adapter": 0, "tenant": "acme"}
 
-The header is optional, and so are all its fields but `ranks`. With a header, `adapter` is an index into
-`ranks`; without one, a replay takes the index modulo the number of adapters in use.
+The header is optional, and so are all its fields but `ranks`, and a request's `tenant`. With a header,
+`adapter` is an index into `ranks`; without one, a replay takes the index modulo the number of adapters in
+use.
 
 Reading is strict: a replay with a misread or skipped line would measure another workload than the one named
 in the report.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from loraplex.core.tenants import NO_TENANT
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.request import Scalar, Workload, WorkloadHeader, WorkloadRequest
 from loraplex.workload.text_files import read_lines, write_text
@@ -34,6 +36,9 @@ __all__ = [
 
 VERSION: Final = 1
 KEYS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "adapter")
+_TENANT_KEY: Final = "tenant"
+_MAX_NAME: Final = 128
+"""Most characters of a tenant's name."""
 _VERSION_KEY: Final = "loraplex_workload"
 _LATEST_S: Final = 1e10
 """Latest arrival in seconds, about three centuries: beyond it, a float does not resolve a step's duration."""
@@ -42,7 +47,7 @@ _HEADER_KEYS: Final = (_VERSION_KEY, "ranks", "names", "duration_s", "recipe")
 # which takes several times as long. All other lines are parsed strictly.
 _PLAIN_LINE: Final = re.compile(
     r'\{"arrival_s": ((?:0|[1-9]\d{0,15})\.\d{1,17}), "prompt_tokens": ([1-9]\d{0,15}), '
-    r'"output_tokens": ([1-9]\d{0,15}), "adapter": (0|[1-9]\d{0,15})\}',
+    r'"output_tokens": ([1-9]\d{0,15}), "adapter": (0|[1-9]\d{0,15})(?:, "tenant": "([\w.-]{1,128})")?\}',
     re.ASCII,
 )
 
@@ -108,8 +113,13 @@ def _request_line(request: WorkloadRequest) -> str:
     # The same text as json.dumps in a fraction of the time: files of a million lines are common.
     return (
         f'{{"arrival_s": {request.arrival_s!r}, "prompt_tokens": {request.prompt_tokens}, '
-        f'"output_tokens": {request.output_tokens}, "adapter": {request.adapter}}}\n'
+        f'"output_tokens": {request.output_tokens}, "adapter": {request.adapter}'
+        f"{_tenant_part(request.tenant)}}}\n"
     )
+
+
+def _tenant_part(tenant: str) -> str:
+    return f', "{_TENANT_KEY}": {json.dumps(tenant)}' if tenant else ""
 
 
 def _header_line(header: WorkloadHeader) -> str:
@@ -179,12 +189,13 @@ def _check_with_header(request: WorkloadRequest, header: WorkloadHeader | None) 
 def _plain_request(line: str) -> WorkloadRequest | None:
     if (found := _PLAIN_LINE.fullmatch(line)) is None:
         return None
-    arrival_s, prompt_tokens, output_tokens, adapter = found.groups()
+    arrival_s, prompt_tokens, output_tokens, adapter, tenant = found.groups()
     return WorkloadRequest(
         arrival_s=float(arrival_s),
         prompt_tokens=int(prompt_tokens),
         output_tokens=int(output_tokens),
         adapter=int(adapter),
+        tenant=tenant or NO_TENANT,
     )
 
 
@@ -205,6 +216,9 @@ def _parse_object(line: str) -> dict[str, Any]:
 def _request_of(fields: dict[str, Any]) -> WorkloadRequest:
     if _VERSION_KEY in fields:
         raise ValueError("a header must be the first line")
+    tenant = fields.pop(_TENANT_KEY, NO_TENANT)
+    if not isinstance(tenant, str) or len(tenant) > _MAX_NAME:
+        raise ValueError(f"tenant must be a name of at most {_MAX_NAME} characters")
     if fields.keys() != set(KEYS):
         _refuse_keys(fields)
     return WorkloadRequest(
@@ -212,6 +226,7 @@ def _request_of(fields: dict[str, Any]) -> WorkloadRequest:
         prompt_tokens=_count("prompt_tokens", fields["prompt_tokens"], least=1),
         output_tokens=_count("output_tokens", fields["output_tokens"], least=1),
         adapter=_count("adapter", fields["adapter"], least=0),
+        tenant=tenant,
     )
 
 
@@ -220,7 +235,7 @@ def _refuse_keys(fields: dict[str, Any]) -> None:
     if missing := [key for key in KEYS if key not in fields]:
         instead = f"; instead there is {', '.join(unknown)}" if unknown else ""
         raise ValueError(f"missing {', '.join(missing)}{instead}")
-    raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join(KEYS)})")
+    raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join((*KEYS, _TENANT_KEY))})")
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

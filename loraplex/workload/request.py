@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from loraplex.core.tenants import NO_TENANT
 from loraplex.workload.errors import WorkloadError
 
 Scalar = str | int | float | bool
@@ -14,12 +15,13 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadRequest:
-    """One request. `arrival_s` counts from the start of the replay."""
+    """One request. `arrival_s` counts from the start of the replay. `tenant`: whose it is, if anybody's."""
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     adapter: int
+    tenant: str = NO_TENANT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,11 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import MAX_CHARS, OutputKind, StructuredOutput
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
-from loraplex.engine.grammars import Grammars
+from loraplex.engine.grammars import Grammars, _compiled
 from loraplex.engine.llm import LLM
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.schema_rules import ascii_classes
+from loraplex.model.config import load_config
 
 PROMPT = [(11 * index + 5) % 256 + 70 for index in range(20)]
 SCHEMA = {
@@ -277,3 +278,21 @@ def test_objects_have_the_properties_that_are_named_and_no_others(llm: LLM) -> N
 )
 def test_digits_and_letters_are_those_of_ascii(given: str, meant: str) -> None:
     assert ascii_classes(given) == meant
+
+
+def test_what_one_salt_had_compiled_is_compiled_again_for_another(folder: Path) -> None:
+    grammars = Grammars.of_model(folder, load_config(folder))
+    compiled = []
+    for salt in ("acme", "globex", "acme", ""):
+        grammars.compile(
+            EngineRequest(
+                request_id="r",
+                prompt_token_ids=[1],
+                params=SamplingParams(structured_output=StructuredOutput(OutputKind.REGEX, "[ab]{3}")),
+                eos_token_ids=(2,),
+                cache_salt=salt,
+            )
+        )
+        compiled.append(_compiled.cache_info().misses)
+    first = compiled[0]
+    assert compiled == [first, first + 1, first + 1, first + 2]

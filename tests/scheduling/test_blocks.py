@@ -9,11 +9,11 @@ from loraplex.scheduling.blocks import BlockPool
 TOKENS = list(range(100, 112))
 
 
-def published(pool: BlockPool, tokens: list[int], adapter: str | None = None) -> list[int]:
+def published(pool: BlockPool, tokens: list[int], adapter: str | None = None, salt: str = "") -> list[int]:
     """Blocks of a sequence that has computed all its tokens and ended."""
     blocks = pool.allocate(pool.blocks_for(len(tokens)))
     assert blocks is not None
-    pool.publish(adapter, tokens, blocks, 0, len(tokens) // pool.block_size)
+    pool.publish(adapter, tokens, blocks, 0, len(tokens) // pool.block_size, salt)
     pool.release(blocks)
     return blocks
 
@@ -46,6 +46,22 @@ def test_adapters_never_share_blocks() -> None:
     assert pool.match("b", [*TOKENS, 7]) == []
     assert pool.match(None, [*TOKENS, 7]) == []
     assert len(pool.match("a", [*TOKENS, 7])) == 3
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_salts_never_share_blocks(adapter: str | None) -> None:
+    pool = BlockPool(12, 4)
+    for salt, others in (("acme", ("", "globex")), ("", ("acme", "globex"))):
+        blocks = published(pool, TOKENS, adapter, salt)
+        assert pool.match(adapter, [*TOKENS, 7], salt) == blocks
+        assert pool.match(adapter, [*TOKENS, 7], others[1]) == []
+        pool.check_integrity([])
+    pool = BlockPool(8, 4)
+    published(pool, TOKENS, adapter, "acme")
+    assert pool.match(adapter, [*TOKENS, 7]) == []
+    if adapter is not None:
+        pool.forget_adapter(adapter)
+        assert pool.match(adapter, [*TOKENS, 7], "acme") == []
 
 
 def test_a_forgotten_adapter_finds_nothing() -> None:

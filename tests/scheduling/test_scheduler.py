@@ -44,7 +44,12 @@ class Bench:
         self.add_tokens(request_id, tokens, adapter, **params)
 
     def add_tokens(
-        self, request_id: str, tokens: list[int], adapter: str | None = None, **params: object
+        self,
+        request_id: str,
+        tokens: list[int],
+        adapter: str | None = None,
+        cache_salt: str = "",
+        **params: object,
     ) -> None:
         self.scheduler.add(
             EngineRequest(
@@ -53,6 +58,7 @@ class Bench:
                 params=SamplingParams(**{"max_tokens": 20, **params}),  # type: ignore[arg-type]
                 adapter=adapter,
                 eos_token_ids=(EOS,),
+                cache_salt=cache_salt,
             )
         )
 
@@ -246,6 +252,16 @@ def test_a_repeated_prompt_is_computed_from_where_it_differs() -> None:
     plan, updates = bench.step()
     assert plan.chunks[0].start == 8
     assert updates[0].num_cached_tokens == 8
+
+
+def test_a_prompt_of_another_salt_is_computed_again() -> None:
+    bench = Bench()
+    tokens, cached = list(range(10, 22)), []
+    for name, salt in (("a", "acme"), ("b", "globex"), ("c", ""), ("d", "acme"), ("e", "")):
+        bench.add_tokens(name, tokens, cache_salt=salt, max_tokens=1)
+        _, [update] = bench.step()
+        cached.append(update.num_cached_tokens)
+    assert cached == [0, 0, 0, 8, 8]
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:

@@ -155,6 +155,7 @@ ENGINES = st.fixed_dictionaries(
         "prompts_first": st.booleans(),
         "max_adapters": st.sampled_from([None, 1, 2]),
         "ahead": st.integers(0, 1),
+        "tenant": st.sampled_from(["", "acme"]),
     }
 )
 QUICK = settings(max_examples=80, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -192,6 +193,7 @@ class Traffic:
         self.rng = random.Random(seed)
         self.both = [scheduler_of(Scheduler, engine), scheduler_of(PlainScheduler, engine)]
         self.ahead = engine["ahead"]
+        self.tenant = str(engine.get("tenant", ""))
         self.under_way: deque[StepPlan] = deque()
         self.reading: list[str] = []
         self.loading: list[str] = []
@@ -216,6 +218,7 @@ class Traffic:
             prompt_token_ids=[self.rng.randrange(2) for _ in range(self.rng.randint(1, 12))],
             params=SamplingParams(max_tokens=self.rng.randint(1, 8), ignore_eos=True),
             adapter=self.rng.choice([None, None, *SIZES]),
+            tenant=self.tenant,
         )
         for scheduler in self.both:
             scheduler.add(request)

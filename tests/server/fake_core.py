@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from loraplex.core import errors
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.options import EngineOptions
 
 FACTORY = "fake_core:build_core"
@@ -82,6 +83,7 @@ class FakeCore:
     removing: set[str] = field(default_factory=set)
     overtaken: list[str] = field(default_factory=list)
     to_prepare: list[Path] = field(default_factory=list)
+    tenants: tuple[TenantPolicy, ...] = ()
     num_steps: int = 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -122,6 +124,9 @@ class FakeCore:
             time.sleep(0.005)
         del self.to_prepare[0]
         return True
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        self.tenants = tuple(policies)
 
     def stage_adapter(self, version: str) -> None:
         assert version in self.adapters
@@ -168,6 +173,7 @@ class FakeCore:
         users = [one.request.adapter for one in self.running.values()]
         return EngineStats(
             num_running=len(self.running),
+            num_waiting=round(sum(each.share for each in self.tenants)),  # for tests to see
             num_kv_blocks=self.options.num_kv_blocks,
             num_steps=self.num_steps,
             adapters=tuple(

@@ -309,13 +309,16 @@ def test_every_attempt_has_an_id_of_its_own_and_what_was_told_before() -> None:
 
 
 def test_what_a_request_found_when_it_came_is_told_to_the_end() -> None:
-    request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=9))
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=9), tenant="acme", priority=2
+    )
     answer = AnswerSoFar(request)
     answer.attempt()
     first = EngineOutput(request_id="r", token_ids=(1, 2), num_cached_tokens=3, adapter_hit=False)
     assert answer.add(EngineOutput(request_id="r")) is not None
     assert answer.add(first) == first
     again = answer.attempt()
+    assert (again.tenant, again.priority) == ("acme", 2)
     assert answer.add(EngineOutput(request_id=again.request_id)) is None
     told = answer.add(
         EngineOutput(request_id=again.request_id, token_ids=(4,), num_cached_tokens=5, adapter_hit=True)

@@ -15,6 +15,7 @@ from fake_core import request_of, spec_of, tokens_of
 from loraplex.core import errors
 from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server.engine_status import EngineState
 from loraplex.server.protocol_ipc import Outputs
 
@@ -243,6 +244,24 @@ def test_adapters_may_change_while_the_engine_restarts() -> None:
             await client.remove_adapter("old")
             assert await tokens(client, request_of("a", adapter="new"))
             assert [adapter.version for adapter in (await client.stats()).adapters] == ["new"]
+
+    run(scenario())
+
+
+def test_the_rights_of_tenants_outlive_the_engine_process() -> None:
+    async def scenario() -> None:
+        async with running() as client:
+            client.set_tenants([TenantPolicy(name="a", share=3.0), TenantPolicy(name="b", share=4.0)])
+            assert (await client.stats()).num_waiting == 7
+            os.kill(pid_of(client), signal.SIGKILL)
+            await wait_for_state(client, EngineState.RESTARTING)
+            await tokens(client, request_of("r"))
+            assert (await client.stats()).num_waiting == 7
+            os.kill(pid_of(client), signal.SIGKILL)
+            await wait_for_state(client, EngineState.RESTARTING)
+            client.set_tenants([TenantPolicy(name="a", share=2.0)])
+            await tokens(client, request_of("s"))
+            assert (await client.stats()).num_waiting == 2
 
     run(scenario())
 

@@ -7,6 +7,7 @@ from loraplex.core import errors
 from loraplex.core.request import EngineOutput, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server import protocol_ipc as ipc
 from loraplex.server.pool.messages import Holder
 
@@ -17,6 +18,7 @@ COMMANDS: list[ipc.Command] = [
     ipc.Cancel("a"),
     ipc.AddAdapter(spec_of("v1"), (Holder("tcp://[::1]:5555"),)),
     ipc.RemoveAdapter("v1"),
+    ipc.SetTenants((TenantPolicy(name="a", share=0.5, priority=-1, slo_ttft=2.0, slo_tpt=0.1),)),
     ipc.GetStats(),
     ipc.Shutdown(),
 ]
@@ -58,13 +60,21 @@ def test_an_event_arrives_as_it_was_sent(event: ipc.Event) -> None:
     assert ipc.decode_event(ipc.encode(event)) == event
 
 
-def test_every_sampling_field_survives_the_way() -> None:
+def test_every_field_of_a_request_survives_the_way() -> None:
     params = SamplingParams(
         max_tokens=9, seed=-5, logit_bias=((1, 2.5),), stop=("x",), stop_token_ids=(7,), logprobs=0
     )
     request = request_of("a")
     sent = ipc.AddRequest(
-        type(request)(request_id="a", prompt_token_ids=[1], params=params, eos_token_ids=(2,))
+        type(request)(
+            request_id="a",
+            prompt_token_ids=[1],
+            params=params,
+            eos_token_ids=(2,),
+            tenant="acmé",
+            priority=-(1 << 63),
+            cache_salt="salt",
+        )
     )
     received = ipc.decode_command(ipc.encode(sent))
     assert isinstance(received, ipc.AddRequest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,24 @@ def test_a_leap_of_our_own_engine_is_its_steps(engine: dict[str, Any], seed: int
     assert_same(leaping.run(workload), stepping.run(workload))
     leaping.scheduler.check_integrity()
     stepping.scheduler.check_integrity()
+
+
+@QUICK
+@given(engine=OWN_ENGINES, seed=st.integers(0, 10_000), rps=RATES, others_from=st.sampled_from([1, 20, 45]))
+def test_a_leap_is_its_steps_before_and_after_other_tenants_come(
+    engine: dict[str, Any], seed: int, rps: float, others_from: int
+) -> None:
+    workload = [
+        replace(each, tenant="one" if number < others_from or number % 3 else "other")
+        for number, each in enumerate(random_workload(seed, num_adapters=engine["num_adapters"], rps=rps))
+    ]
+    leaping, stepping = own_twin(**engine), own_twin(**engine, leaps=False)
+    assert_same(leaping.run(workload), stepping.run(workload))
+    for simulator in (leaping, stepping):
+        simulator.scheduler.check_integrity()
+    one, other = leaping.scheduler.fair, stepping.scheduler.fair
+    assert one.counter("one") == pytest.approx(other.counter("one"))
+    assert one.counter("other") == pytest.approx(other.counter("other"))
 
 
 def compiled(workload: list[WorkloadRequest], engine: dict[str, Any]) -> SlotRun:

@@ -1,9 +1,8 @@
-"""LoRA for decode: one row or two at a time, bound by reading weights.
+"""LoRA for decode: row by row, bound by reading weights.
 
 A program holds one block of weights in registers, loaded at once: many small blocks keep enough bytes in
-flight to use the memory's full bandwidth. With `block_m` 2, two rows that share an adapter are computed from
-one read of its weights; other rows that share one read the same weights at the same time, so all but the
-first find them in the cache. Where many rows share one, `lora_blocks` reads them once for all.
+flight to use the memory's full bandwidth. Rows that share an adapter read the same weights at the same time,
+so all but the first find them in the cache. Where many rows share one, `lora_blocks` reads them once for all.
 
     shrink   h[s, row, j] = sum over block s of the inputs of x[row, i] A[j, i]
              grid: tiles x rank programs x blocks of inputs
@@ -16,7 +15,7 @@ first find them in the cache. Where many rows share one, `lora_blocks` reads the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import triton
@@ -41,10 +40,9 @@ _MIN_RANK_PROGRAMS: Final = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsLaunch:
-    """Block sizes of a launch: many small blocks, so that their reads overlap. `block_m`: rows of a tile, 1
-    or 2."""
+    """Block sizes of a launch: many small blocks, so that their reads overlap. A tile is one row."""
 
-    block_m: int = 1
+    block_m: ClassVar[int] = 1
     shrink_block_r: int = 2
     shrink_block_k: int = 2048
     shrink_warps: int = 2
@@ -54,9 +52,6 @@ class RowsLaunch:
     expand_block_r: int = 4
     expand_warps: int = 2
     expand_stages: int = 4
-
-    def __post_init__(self) -> None:
-        assert self.block_m in (1, 2), "a program computes one row or two"
 
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
@@ -74,7 +69,7 @@ class RowsLaunch:
 def _shrink_rows(
     x, x_stride, h, h_split_stride, h_stride, segments, entries, table_row,
     IN: tl.constexpr, NUM_MODULES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PAIRS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(2)
     row, num_rows = segment_of(segments)
@@ -87,8 +82,6 @@ def _shrink_rows(
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     k_mask = k < IN
     inputs = tl.load(x + row * x_stride + k, mask=k_mask, other=0.0).to(tl.float32)
-    if PAIRS:
-        second = tl.load(x + (row + 1) * x_stride + k, mask=k_mask & (num_rows > 1), other=0.0).to(tl.float32)
     first, stride = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
     for r0 in tl.range(first, total_rank, stride, num_stages=STAGES):
         ranks = r0 + tl.arange(0, BLOCK_R)
@@ -98,11 +91,8 @@ def _shrink_rows(
             mask=rank_mask[:, None] & k_mask[None, :],
             other=0.0,
         ).to(tl.float32)
-        shrunk = tl.sum(a * inputs[None, :], axis=1)
         target = h + split * h_split_stride + row * h_stride + ranks
-        tl.store(target, shrunk, mask=rank_mask)
-        if PAIRS:
-            tl.store(target + h_stride, tl.sum(a * second[None, :], axis=1), mask=rank_mask & (num_rows > 1))
+        tl.store(target, tl.sum(a * inputs[None, :], axis=1), mask=rank_mask)
 
 
 @Kernel
@@ -110,7 +100,7 @@ def _shrink_rows(
 def _expand_rows(
     y, y_stride, h, h_split_stride, h_stride, segments, entries, table_row,
     OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, num_rows = segment_of(segments)
     if num_rows == 0:
@@ -130,10 +120,6 @@ def _expand_rows(
     before = tl.load(target, mask=column_mask, other=0.0)
     source = h + row * h_stride + rank_before(group, num_segments, module)
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    if PAIRS:
-        second_mask = column_mask & (num_rows > 1)
-        second_before = tl.load(target + y_stride, mask=second_mask, other=0.0)
-        second_acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
         ranks = r0 + tl.arange(0, BLOCK_R)
         rank_mask = ranks < rank
@@ -143,15 +129,8 @@ def _expand_rows(
             other=0.0,
         ).to(tl.float32)
         acc += _summed(source + ranks, h_split_stride, rank_mask, NUM_SPLITS)[:, None] * b
-        if PAIRS:
-            mask = rank_mask & (num_rows > 1)
-            shrunk = _summed(source + h_stride + ranks, h_split_stride, mask, NUM_SPLITS)
-            second_acc += shrunk[:, None] * b
     result = before + scale * tl.sum(acc, axis=0)
     tl.store(target, result.to(y.dtype.element_ty), mask=column_mask)
-    if PAIRS:
-        result = second_before + scale * tl.sum(second_acc, axis=0)
-        tl.store(target + y_stride, result.to(y.dtype.element_ty), mask=second_mask)
 
 
 @triton.jit
@@ -173,13 +152,13 @@ def shrink_rows(
     num_modules: int,
     launch: RowsLaunch,
 ) -> None:
-    """Compute h = x A^T for tiles of one row or two, one partial sum for each block of the inputs."""
+    """Compute h = x A^T for tiles of one row, one partial sum for each block of the inputs."""
     in_features = x_TI.shape[1]
     splits = triton.cdiv(in_features, launch.shrink_block_k)
     _shrink_rows[(segments_N2.shape[0], launch.rank_programs, splits)](
         x_TI, x_TI.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), segments_N2, entries, table_row,
         IN=in_features, NUM_MODULES=num_modules, BLOCK_R=launch.shrink_block_r,
-        BLOCK_K=launch.shrink_block_k, STAGES=launch.shrink_stages, PAIRS=launch.block_m == 2,
+        BLOCK_K=launch.shrink_block_k, STAGES=launch.shrink_stages,
         num_warps=launch.shrink_warps,
     )  # fmt: skip
 
@@ -195,13 +174,13 @@ def expand_rows(
     num_splits: int,
     launch: RowsLaunch,
 ) -> None:
-    """Compute y += scale * h B^T for tiles of one row or two. `out_features`: those of the group's modules,
+    """Compute y += scale * h B^T for tiles of one row. `out_features`: those of the group's modules,
     in stacking order."""
     out0, out1, out2 = (*out_features, 0, 0)[:3]
     blocks = sum(triton.cdiv(out, launch.expand_block_n) for out in out_features)
     _expand_rows[(segments_N2.shape[0], blocks)](
         y_TO, y_TO.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), segments_N2, entries, table_row,
         OUT0=out0, OUT1=out1, OUT2=out2, NUM_SPLITS=num_splits, BLOCK_N=launch.expand_block_n,
-        BLOCK_R=launch.expand_block_r, STAGES=launch.expand_stages, PAIRS=launch.block_m == 2,
+        BLOCK_R=launch.expand_block_r, STAGES=launch.expand_stages,
         num_warps=launch.expand_warps,
     )  # fmt: skip

@@ -7,16 +7,19 @@ from operator import attrgetter
 from typing import Any
 
 from loraplex.core.batching import Batching
+from loraplex.core.clock import Clock
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.batching.auto import AutoBatching
 from loraplex.scheduling.batching.dynamic import DynamicBatching
-from loraplex.scheduling.batching.grouped import EndPace, GroupedQueue
+from loraplex.scheduling.batching.grouped import EndPace
 from loraplex.scheduling.batching.merged_only import MergedOnly
 from loraplex.scheduling.batching.policy import ALL, BatchingPolicy, StepBatch, View
 from loraplex.scheduling.batching.thresholds import AdaptiveThresholds
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.fair_queue import FairGroupedQueue, FairQueue
+from loraplex.scheduling.fair_share import FairShare
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.merged_weights import MergedWeights
 from loraplex.scheduling.plan import Chunk
@@ -55,11 +58,11 @@ class Batcher:
         self._num_pauses = 0
         self._num_adapters = 0
 
-    def make_queue(self) -> WaitingQueue:
-        """Return the queue that the policy admits requests from."""
+    def make_queue(self, fair: FairShare, clock: Clock) -> WaitingQueue:
+        """Return the queue that the policy admits requests from. `fair`: decides between tenants."""
         if self._config.batching.groups:
-            return GroupedQueue(self._config.max_delay, self._memory.table.num_bytes)
-        return WaitingQueue()
+            return FairGroupedQueue(fair, clock, self._config.max_delay, self._memory.table.num_bytes)
+        return FairQueue(fair, clock)
 
     def begin(self) -> None:
         """Begin to decide a step: what the last one ran on decides nothing."""

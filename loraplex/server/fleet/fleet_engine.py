@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.fleet.plan import Entry
@@ -334,6 +335,10 @@ class FleetEngine:
     async def remove_adapter(self, version: str) -> None:
         await self._adapters.remove(version)
         self._members.forget(version)
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """See AsyncEngine."""
+        self._members.set_tenants(policies)
 
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas; counters include replicas that have left, and the tier of an

@@ -15,6 +15,7 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.output_stream import Take, outputs_of
 from loraplex.engine.staging import answer_once
 from loraplex.server.continuing import EngineSilentError
@@ -208,6 +209,9 @@ class HttpReplica:
             await self._adapters.unload(version)
         except EngineDeadError:
             self._watch.look.set()
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """See AsyncEngine. Does nothing: the server decides the order of its requests by itself."""
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. All are zero while the server is away."""

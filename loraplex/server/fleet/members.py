@@ -13,6 +13,7 @@ from typing import Final
 
 from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server.engine_life import ON_ITS_WAY
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.fleet_stats import LastingCounters, sum_of
@@ -52,6 +53,7 @@ class Members:
         self.num_fetches: Counter[int] = Counter()
         """Number of adapters that each replica has copied from others."""
         self._counters = LastingCounters()
+        self._tenants: Sequence[TenantPolicy] = ()
 
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
@@ -69,7 +71,14 @@ class Members:
         else:
             assert number == len(self._replicas)
             self._replicas.append(replica)
+        replica.set_tenants(self._tenants)
         self._drained.discard(number)
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """Tell all replicas, and those that join later, the rights of tenants."""
+        self._tenants = policies
+        for replica in self._replicas:
+            replica.set_tenants(policies)
 
     @property
     def present(self) -> list[int]:

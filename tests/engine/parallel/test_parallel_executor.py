@@ -105,9 +105,13 @@ def test_a_request_without_a_seed_gets_one_for_all_shards(
     parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
 ) -> None:
     executor, local, workers = parts
-    executor.begin(EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
+    asked = EngineRequest(
+        request_id="r", prompt_token_ids=[1], params=SamplingParams(), tenant="acme", priority=2
+    )
+    executor.begin(asked)
     [(_, request, grammar)] = local.calls
     assert request.params.seed is not None
+    assert (request.tenant, request.priority) == ("acme", 2)
     assert workers.calls == [(None, "begin", request, grammar)]
 
 

@@ -36,7 +36,6 @@ SHAPE = ModelShape(
 )
 LAYER = 1
 ROWS = RowsLaunch(shrink_block_r=8, shrink_block_k=32, rank_programs=2, expand_block_n=32, expand_block_r=16)
-PAIRS = replace(ROWS, block_m=2)
 BLOCKS = BlocksLaunch(
     block_m=16,
     shrink_block_r=16,
@@ -126,9 +125,7 @@ def check(
     assert float((y.double() - expected).norm() / expected.norm()) < tolerance
 
 
-each_launch = pytest.mark.parametrize(
-    "launch", [ROWS, PAIRS, BLOCKS, FEW_PROGRAMS], ids=["rows", "pairs", "blocks", "few"]
-)
+each_launch = pytest.mark.parametrize("launch", [ROWS, BLOCKS, FEW_PROGRAMS], ids=["rows", "blocks", "few"])
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -186,5 +183,4 @@ def test_segments_are_cut_into_tiles() -> None:
     spans, tables = cut_tiles(*arrays(segments), replace(BLOCKS, block_m=2))
     assert spans.tolist() == [[2, 2], [4, 2], [6, 1], [9, 1]]
     assert set(tables.tolist()) == {weights.table_LM.data_ptr()}
-    assert cut_tiles(*arrays(segments), PAIRS)[0].tolist() == [[2, 2], [4, 2], [6, 1], [9, 1]]
     assert cut_tiles(*arrays(segments), ROWS)[0].tolist() == [[2, 1], [3, 1], [4, 1], [5, 1], [6, 1], [9, 1]]

@@ -12,6 +12,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.output_stream import Take
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.protocol_ipc import Ready, StartProgress
@@ -34,6 +35,7 @@ class FakeReplica:
         self.known: set[str] = set()
         self.held: set[str] = set()
         self.staged: list[str] = []
+        self.tenants: Sequence[TenantPolicy] = ()
         self.can_stage = True
         self.refused: dict[str, str] = {}
         self.stalled: list[str] = []
@@ -136,6 +138,9 @@ class FakeReplica:
     async def remove_adapter(self, version: str) -> None:
         self.known.discard(version)
         self.held.discard(version)
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        self.tenants = policies
 
     async def stats(self) -> EngineStats:
         rows = [

@@ -10,6 +10,7 @@ from fake_replicas import FakeReplica
 
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server.engine_status import EngineState, Fleet, serving_in_words
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
 from loraplex.server.fleet.fleet_stats import sum_of
@@ -35,6 +36,15 @@ def test_the_last_one_that_serves_is_not_drained_for_one_that_was_given_up() -> 
         pass
     replicas[1].state = RESTARTING
     members.drain(0)  # another one is starting
+
+
+def test_replicas_that_join_know_the_rights_of_tenants() -> None:
+    members, replicas = members_of(READY, READY)
+    policies = [TenantPolicy(name="a", share=2.0)]
+    members.set_tenants(policies)
+    joined = FakeReplica()
+    members.put(2, joined)
+    assert [each.tenants for each in (*replicas, joined)] == [policies] * 3
 
 
 def test_a_fleet_whose_only_healthy_replica_is_drained_is_not_ready_and_says_so() -> None:

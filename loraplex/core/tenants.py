@@ -1,0 +1,30 @@
+"""The rights of tenants, as far as decisions about requests depend on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NO_TENANT = ""
+"""The tenant of requests without one: of a server without tenants, that of all requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantPolicy:
+    """The rights of one tenant.
+
+    `share`: its part of the service, relative to the shares of the other tenants that have requests.
+    `priority`: tenants with a lower one are served first, and refused last, whatever their shares.
+    `slo_ttft`, `slo_tpt`: seconds until the first token, and for each later one, that its requests should
+    take at most; None without such a target.
+    """
+
+    name: str
+    share: float = 1.0
+    priority: int = 0
+    slo_ttft: float | None = None
+    slo_tpt: float | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 < self.share < math.inf
+        assert all(slo is None or 0 < slo < math.inf for slo in (self.slo_ttft, self.slo_tpt))
