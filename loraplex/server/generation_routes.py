@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter
@@ -33,6 +34,7 @@ from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
+from loraplex.server.tool_calls.tool_use import ToolUse
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
@@ -130,18 +132,24 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
             params.n, adapter=lease.version, param="n", caller=_caller(request, lease, body)
         )
         on_failure.callback(ticket.close)
-        tokenizer = deps.text.tokenizer
-        tools = chat_tools(body, tokenizer, deps.chat)
-        encoding = deps.text.prompts.encode_chat(
-            template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_options=body.chat_template_kwargs,
-            tools=() if tools is None else tools.for_template,
-            will_be_cut=body.truncate_prompt_tokens is not None,
-        )
+        template = _template(deps, body)
+        tools = chat_tools(body, template, deps.chat)
+        encoding = _encode_chat(deps, body, tools)
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
         prompt = _cut(prompt, body, params, deps.text)
-        plan = plan_chat(body, params, prompt, tools, tokenizer=tokenizer, options=deps.chat)
+        plan = await deps.text.prompts.call(
+            partial(
+                plan_chat,
+                body,
+                params,
+                prompt,
+                tools,
+                template=template,
+                tokenizer=deps.text.tokenizer,
+                options=deps.chat,
+            ),
+            num_tokens=0 if tools is None else tools.num_bytes,
+        )
         await deps.text.check_structure(plan.params, plan.parts)
         try:
             checked = deps.text.check([prompt], plan.params)
@@ -164,6 +172,46 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
+
+
+def _template(deps: ServerDeps, body: ChatRequest) -> str:
+    """Return the source of a request's chat template. Raises InvalidRequestError for its own one, unless the
+    server trusts it."""
+    if body.chat_template is None:
+        return deps.text.tokenizer.template_text
+    if deps.templates is None:
+        raise InvalidRequestError(
+            "chat_template of a request is not used here; leave it out, or start the server with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    return body.chat_template
+
+
+async def _encode_chat(deps: ServerDeps, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """Return the tokens of a conversation, by the model's chat template or the request's own."""
+    prompts, messages = deps.text.prompts, template_messages(body.messages)
+    add_generation_prompt = body.add_generation_prompt is not False
+    for_template = () if tools is None else tools.for_template
+    will_be_cut = body.truncate_prompt_tokens is not None
+    if body.chat_template is None or deps.templates is None:
+        return await prompts.encode_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=body.chat_template_kwargs,
+            tools=for_template,
+            will_be_cut=will_be_cut,
+        )
+    options = body.chat_template_kwargs or {}
+    deps.text.tokenizer.check_template_options(options)
+    text = await deps.templates.render(
+        body.chat_template,
+        messages,
+        tools=for_template,
+        add_generation_prompt=add_generation_prompt,
+        variables={**deps.text.tokenizer.template_variables, **options},
+    )
+    return await prompts.encode_rendered(text, will_be_cut=will_be_cut)
 
 
 async def _start_completion(

@@ -30,6 +30,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
 MAX_SALT_CHARS: Final = 256
+MAX_TEMPLATE_CHARS: Final = 2**16
 MAX_LISTED_CHOICES: Final = 1024
 """Most texts of `guided_choice`."""
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -139,6 +140,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Only where the server was started so.
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARS)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -27,6 +27,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
+from loraplex.core.rare_collections import collecting_rarely
 from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
@@ -57,6 +58,7 @@ from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.remote_adapters import RemoteAdapters
+from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
@@ -203,7 +205,8 @@ async def _run(
     stack: AsyncExitStack,
 ) -> SupervisedEngine:
     """Start everything, then open the front to requests."""
-    deps, client, num_skipped = await _start(options, announcer, front, stack)
+    with collecting_rarely():
+        deps, client, num_skipped = await _start(options, announcer, front, stack)
     # Objects made so far are kept: a full collection would traverse them all and delay every stream for a
     # third of a second.
     keep_all_made_until_now()
@@ -249,6 +252,14 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=ceil(options.shutdown_grace_s + _LAST_WORDS_S) + _CUT_S,
     )
+
+
+def _request_templates(options: ServeOptions, stack: AsyncExitStack) -> RequestTemplates | None:
+    if not options.chat.trusts_templates:
+        return None
+    templates = RequestTemplates()
+    stack.push_async_callback(templates.close)
+    return templates
 
 
 async def _end(
@@ -350,6 +361,7 @@ async def _start(
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         chat=options.chat,
+        templates=_request_templates(options, stack),
         fleet=fleet,
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,

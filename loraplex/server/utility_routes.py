@@ -67,7 +67,9 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
 async def _tokenize(deps: ServerDeps, body: TokenizeRequest) -> list[int]:
     prompts = deps.text.prompts
     if body.messages is not None and body.prompt is None:
-        tools = tool_use(body.tools, None, is_parallel=True, tokenizer=deps.text.tokenizer, options=deps.chat)
+        tools = tool_use(
+            body.tools, None, is_parallel=True, template=deps.text.tokenizer.template_text, options=deps.chat
+        )
         return await prompts.tokenize_chat(
             template_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt,
