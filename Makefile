@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all types contracts browser format clean
+.PHONY: demo test test-all types contracts docs package browser format clean
 
 # One more than cores: tests wait for the processes that they start. By module: servers that a module shares are
 # started once. In the order of their names: those with few tests, which start servers, do not come last.
@@ -22,7 +22,7 @@ demo: $(STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j 3 browser types contracts
+	$(MAKE) --no-print-directory -j 3 browser types contracts docs
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 # Side by side: mypy has one core busy for as long as the rest takes on another.
@@ -41,6 +41,16 @@ browser:
 
 test-all: test
 	$(BIN)/python -m pytest $(WORKERS) -m slow
+
+# The docs as a site, in site/; links that lead nowhere are errors.
+docs: $(DEV_STAMP)
+	$(BIN)/mkdocs build --strict
+
+# What is published, in dist/: sdist and wheel, of the version of the latest tag.
+package: $(DEV_STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .
@@ -75,4 +85,4 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

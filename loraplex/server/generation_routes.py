@@ -18,6 +18,7 @@ from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
+from loraplex.fleet.waiting_room import Caller
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
@@ -85,6 +86,8 @@ def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
     If the name has a canary, a user named by the request is always answered by the same version.
     """
     record = request_record(request.scope)
+    if access_of(request.scope).account is None:
+        record.late_headers = deps.waiting.headers
     name = _model_name(deps, body)
     record.ask(name)
     key = body.user or body.safety_identifier or record.request_id
@@ -126,7 +129,9 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         on_failure.callback(lease.release)
         params = chat_params(body)
         spending = _spending(request, params.n, on_failure, param="n")
-        ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
+        ticket = deps.waiting.admit(
+            params.n, adapter=lease.version, param="n", caller=_caller(request, lease, body)
+        )
         on_failure.callback(ticket.close)
         template = _template(deps, body)
         tools = chat_tools(body, template, deps.chat)
@@ -222,7 +227,10 @@ async def _start_completion(
         num_choices = _num_choices(body, params)
         spending = _spending(request, num_choices, on_failure)
         ticket = deps.waiting.admit(
-            num_choices, adapter=lease.version, was_admitted=bool(body.output_token_ids)
+            num_choices,
+            adapter=lease.version,
+            was_admitted=bool(body.output_token_ids),
+            caller=_caller(request, lease, body),
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
@@ -256,6 +264,12 @@ async def _start_completion(
         response = _response(deps, request, generation, completion_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
+
+
+def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
+    """Return whose request it is, for decisions about who is served when not all can be."""
+    access = access_of(request.scope)
+    return Caller(tenant=access.tenant, priority=body.priority or 0, slo_ttft_s=access.slo_ttft_s(lease.name))
 
 
 def _spending(
@@ -295,7 +309,7 @@ def _generation(
     output_token_ids: tuple[int, ...] = (),
     shown_ids: frozenset[int] = frozenset(),
 ) -> Generation:
-    access = access_of(request.scope)
+    caller = _caller(request, lease, body)
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         checked=checked,
@@ -305,10 +319,10 @@ def _generation(
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
         shown_ids=shown_ids,
-        tenant=access.tenant,
-        priority=body.priority or 0,
-        cache_salt=_salt(access.cache_salt, body.cache_salt),
-        slo_ttft_s=access.slo_ttft_s(lease.name),
+        tenant=caller.tenant,
+        priority=caller.priority,
+        cache_salt=_salt(access_of(request.scope).cache_salt, body.cache_salt),
+        slo_ttft_s=caller.slo_ttft_s,
     )
 
 
