@@ -249,7 +249,8 @@ class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
 class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of the last half hour, or since the start: of the last `seconds`. `base_requests`: those
     for the base model alone, which are in none of the other figures. `prompt_tokens` and `output_tokens`:
-    means of a request for an adapter; null until there is one, or one was answered."""
+    means of an answer for an adapter and of its prompt; null until there is one, or one was answered. A
+    request for n answers counts n times, and so does its prompt, as each answer is a sequence of its own."""
 
     object: Literal["demand"] = "demand"
     seconds: float
