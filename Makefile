@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all types contracts docs package format clean
+.PHONY: demo test test-all types contracts docs package browser format clean
 
 # One more than cores: tests wait for the processes that they start. By module: servers that a module shares are
 # started once. In the order of their names: those with few tests, which start servers, do not come last.
@@ -22,7 +22,7 @@ demo: $(STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j 2 types contracts docs
+	$(MAKE) --no-print-directory -j 3 browser types contracts docs
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 # Side by side: mypy has one core busy for as long as the rest takes on another.
@@ -34,6 +34,10 @@ contracts: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.make_tables --check
 	$(BIN)/python -m benchmarks.draw_http --check
 	$(COMPILE)
+
+# Half a minute where there is none yet.
+browser:
+	@scripts/install_test_packages.sh
 
 test-all: test
 	$(BIN)/python -m pytest $(WORKERS) -m slow

@@ -21,6 +21,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
+from loraplex.server.chat_options import ChatOptions, ReasoningParser, ToolCallParser
 
 if TYPE_CHECKING:
     from loraplex.server.run import ServeOptions
@@ -51,6 +52,9 @@ def serve_options(
     max_delay_by_grouping: MaxDelay = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
+    tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
+    reasoning_parser: option.ThinkParser = ReasoningParser.AUTO,
+    trust_request_chat_template: option.TrustTemplates = False,
     allow_adapter_dir: option.AllowedDirs = None,
     allow_adapter_repo: option.AllowedRepos = None,
     state_dir: option.StateDir = None,
@@ -126,6 +130,11 @@ def serve_options(
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
+        chat=ChatOptions(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            trusts_templates=trust_request_chat_template,
+        ),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
         otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),

@@ -15,6 +15,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, OptionError, UserError
 from loraplex.core.logs import LogFormat, LogLevel
+from loraplex.server.chat_options import ReasoningParser, ToolCallParser
 from loraplex.server.trace_setup import parse_endpoint
 
 
@@ -104,6 +105,31 @@ Period = Annotated[
 ]
 Migrate = Annotated[
     bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+]
+ToolParser = Annotated[
+    ToolCallParser,
+    typer.Option(
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="How the model writes calls of tools: hermes (Qwen too), llama3_json, mistral; none refuses "
+        "tools; auto: as its chat template has them.",
+    ),
+]
+TrustTemplates = Annotated[
+    bool,
+    typer.Option(
+        "--trust-request-chat-template",
+        help="Let requests bring chat templates, which are rendered in a process of their own.",
+    ),
+]
+ThinkParser = Annotated[
+    ReasoningParser,
+    typer.Option(
+        "--reasoning-parser",
+        metavar="FORMAT",
+        help="Whether <think> blocks are told from answers: qwen3, deepseek_r1, none; auto: if the chat "
+        "template knows them.",
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]

@@ -24,10 +24,12 @@ _MIN_SHARE: Final = 0.25
 
 
 class Admitted(NamedTuple):
-    """All admitted requests that have no first token yet, wherever they are."""
+    """All admitted requests that have no first token yet, wherever they are. `part_before`: the part of them
+    that is served before the request that is asked about."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
+    part_before: float = 1.0
 
 
 class Forecast(NamedTuple):
@@ -40,12 +42,12 @@ class Forecast(NamedTuple):
 
 
 class Admission:
-    """Enforces a limit on the time to the first token.
+    """Enforces limits on the time to the first token. `max_ttft_s`: that of all requests; None for none.
 
     A request for an idle replica is always admitted: sending it later would gain nothing.
     """
 
-    def __init__(self, max_ttft_s: float) -> None:
+    def __init__(self, max_ttft_s: float | None) -> None:
         self.max_ttft_s: Final = max_ttft_s
         self._num_errors = 0
         self._mean = 0.0  # of the logarithms of measured over predicted; below, their variance
@@ -58,20 +60,26 @@ class Admission:
             return 1.0
         return math.exp(self._mean + _DEVIATIONS * math.sqrt(self._variance))
 
-    def retry_after_s(self, predicted: Forecast, waited_s: float = 0.0) -> float | None:
+    def retry_after_s(
+        self, predicted: Forecast, waited_s: float = 0.0, *, limit_s: float | None = None
+    ) -> float | None:
         """Return the seconds after which a refused request is predicted to fit; None if it is admitted.
-        `waited_s`: seconds since it arrived."""
+        `waited_s`: seconds since it arrived. `limit_s`: a stricter limit than that of all requests."""
+        limit_s = self.max_ttft_s if limit_s is None else limit_s
+        assert limit_s is not None, "nothing limits this request"
         factor = self.correction
         ttft_s = waited_s + factor * predicted.ttft_s
-        if predicted.is_idle or ttft_s <= self.max_ttft_s:
+        if predicted.is_idle or ttft_s <= limit_s:
             return None
         # The work before it takes one second per second. A request that takes longer by itself fits an idle
         # replica.
-        return ttft_s - max(self.max_ttft_s, factor * predicted.alone_s)
+        return ttft_s - max(limit_s, factor * predicted.alone_s)
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Record the time to the first token of a request that was admitted."""
-        if max(self.correction * predicted_s, measured_s) < _MIN_SHARE * self.max_ttft_s:
+    def observe(self, predicted_s: float, measured_s: float, limit_s: float | None = None) -> None:
+        """Record the time to the first token of a request that was admitted. `limit_s`: as above."""
+        limit_s = self.max_ttft_s if limit_s is None else limit_s
+        assert limit_s is not None, "nothing limited this request"
+        if max(self.correction * predicted_s, measured_s) < _MIN_SHARE * limit_s:
             return
         if predicted_s <= 0 or measured_s <= 0:
             return

@@ -26,7 +26,8 @@ def forecast(
     """Predict the first token of a request that is sent to this replica now, before it counts as its load.
 
     `admitted`: admitted requests, of which those not sent to a replica yet are taken to be shared evenly by
-    all replicas that accept requests. `step_tokens`: most tokens that a step prefills and decodes.
+    all replicas that accept requests; its `part_before` of all that wait is served before this request.
+    `step_tokens`: most tokens that a step prefills and decodes.
     """
     load, costs, here = view.load, view.costs, np.array([replica])
     unsent, num_accepting = _unsent(view, admitted), max(int(load.accepts.sum()), 1)
@@ -34,12 +35,14 @@ def forecast(
         _with_more(sets, unsent, num_accepting, load.answers.mean_tokens)
         for sets in load.with_one_more(request, here)
     )
-    before, after = _row(everything, 0), _row(everything, 1)
-    queue = _row(waiting, 1)
+    behind = 1.0 - admitted.part_before
+    later = _row(waiting, 0)
+    before, after = (_less(_row(everything, number), later, behind) for number in (0, 1))
+    queue = _less(_row(waiting, 1), later, behind)
     max_running = load.max_running[here]
     batch_s = costs.decode_s(before.at_most(max_running))
     # Earlier requests decode while it waits: all running ones, and on average half of the waiting ones.
-    decoding = _less(before, _row(waiting, 0), 0.5).at_most(max_running)
+    decoding = _less(before, later, 0.5 * admitted.part_before).at_most(max_running)
     budget = np.maximum(step_tokens - decoding.num_requests, step_tokens * _PREFILL_SHARE)
     num_steps = np.ceil(queue.prompt_tokens / budget)
     read_s = costs.prefill_s(queue) + num_steps * costs.decode_s(decoding)
@@ -50,7 +53,7 @@ def forecast(
     load_s = view.load_s(request, here)
     alone_s = costs.prefill_s(_alone(request)) + load_s
     ttft_s = np.maximum(read_s + room_s + load_s, alone_s)
-    return Forecast(float(ttft_s[0]), float(alone_s[0]), is_idle=not before.num_requests[0])
+    return Forecast(float(ttft_s[0]), float(alone_s[0]), is_idle=not everything.num_requests[0, 0])
 
 
 def _unsent(view: FleetView, admitted: Admitted) -> Admitted:

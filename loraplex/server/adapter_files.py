@@ -64,12 +64,12 @@ class AdapterFiles:
 
     def _within(self, sources: LoadSources) -> AdapterFiles:
         """Return a reader of files that are within `sources`. Its errors name no other folders."""
-        remote = self.remote.within(sources.repos)
+        remote = self.remote.within(sources.remote)
         return AdapterFiles(shape=self.shape, allowed=sources.paths, remote=remote, known_as=self.known_as)
 
     def _locate_within(self, sources: LoadSources, path: str) -> str:
-        """Return the folder or repository that a request means, if the server has opened it, and it is within
-        `sources`."""
+        """Return the folder or remote source that a request means, if the server has opened it, and it is
+        within `sources`."""
         try:
             located = self._within(sources)._locate(path)
             if isinstance(located, Path):

@@ -32,7 +32,7 @@ class ReasoningReading:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerReading:
-    """What is looked for in the answers of one request; None for nothing."""
+    """Parts that are looked for in the answers of one request; None for nothing."""
 
     calls: CallReading | None = None
     reasoning: ReasoningReading | None = None

@@ -14,6 +14,7 @@ from loraplex.server.generation_routes import generation_router
 from loraplex.server.model_routes import model_router
 from loraplex.server.openapi import install_openapi
 from loraplex.server.pacing import PacingMiddleware
+from loraplex.server.page.routes import page_router
 from loraplex.server.request_log import RequestLogMiddleware
 from loraplex.server.tenant_routes import tenant_router
 from loraplex.server.utility_routes import utility_router
@@ -26,6 +27,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.include_router(generation_router(deps))
     app.include_router(model_router(deps))
     app.include_router(utility_router(deps))
+    app.include_router(page_router(deps))
     if deps.fleet is not None:
         app.include_router(
             fleet_router(

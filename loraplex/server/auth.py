@@ -1,4 +1,5 @@
-"""Keys: API keys for every route except those of /health, and admin keys for requests that change adapters.
+"""Keys: API keys for every route except those of /health and the page's files, and admin keys for requests
+that change adapters.
 
 Where there are tenants, theirs are the API keys, and a key decides what its holder may see and change;
 holders of an admin key are operators, who may do everything.
@@ -21,6 +22,7 @@ from loraplex.adapters.names import MAX_NAME_CHARS
 from loraplex.server.addresses import is_loopback
 from loraplex.server.errors import ForbiddenError, UnauthorizedError
 from loraplex.server.health import LIVE_PATH, READY_PATHS
+from loraplex.server.page.files import is_page_path
 from loraplex.server.refusal import refuse
 from loraplex.server.request_log import request_record
 from loraplex.server.tenants.access import UNRESTRICTED, Access, access_of, grant
@@ -65,7 +67,7 @@ class ApiKeyMiddleware:
         self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or is_page_path(scope["path"]):
             await self._app(scope, receive, send)
             return
         kind, access = self._identify(scope)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
+from loraplex.server.page.history import ServerHistory
+from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
@@ -29,9 +33,9 @@ class ServerDeps:
 
     `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
-    the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
-    `is_resampled`: see ServingEngine. `tenants`: None if all clients have the same rights. `traces`: None if
-    none are asked for.
+    the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
+    none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine. `tenants`:
+    None if all clients have the same rights. `traces`: None if none are asked for.
     """
 
     text: TextEngine
@@ -46,6 +50,8 @@ class ServerDeps:
     bodies: BodyReader = field(default_factory=lambda: BodyReader(BodyLimits()))
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    templates: RequestTemplates | None = None
     fleet: Fleet | None = None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
@@ -53,3 +59,8 @@ class ServerDeps:
     is_resampled: Callable[[str], bool] = lambda call_id: False
     traces: Traces | None = None
     tenants: Tenants | None = None
+
+    @cached_property
+    def history(self) -> ServerHistory:
+        """The last minutes, for the page."""
+        return ServerHistory(self.metrics, self.waiting)

@@ -134,23 +134,31 @@ def _add_placement(
 
 def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:
     return ReplicaList(
-        left_out=[LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()],
-        data=[
-            ReplicaInfo(
-                replica=each.number,
-                state=each.status.state.value,
-                message=each.status.message,
-                drained=each.drained,
-                in_flight=each.num_in_flight,
-                sent=each.num_sent,
-                placed=each.num_placed,
-                refused=each.num_refused,
-                brought=each.num_brought,
-                migrated=each.num_migrated,
-                restarts=each.status.num_restarts,
-                pid=each.status.pid,
-                node=each.status.node,
-            )
-            for each in fleet.replicas
-        ],
+        left_out=left_out_infos(adapters),
+        data=replica_infos(fleet),
     )
+
+
+def left_out_infos(adapters: AdapterService) -> list[LeftOutInfo]:
+    return [LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()]
+
+
+def replica_infos(fleet: Fleet) -> list[ReplicaInfo]:
+    return [
+        ReplicaInfo(
+            replica=each.number,
+            state=each.status.state.value,
+            message=each.status.message,
+            drained=each.drained,
+            in_flight=each.num_in_flight,
+            sent=each.num_sent,
+            placed=each.num_placed,
+            refused=each.num_refused,
+            brought=each.num_brought,
+            migrated=each.num_migrated,
+            restarts=each.status.num_restarts,
+            pid=each.status.pid,
+            node=each.status.node,
+        )
+        for each in fleet.replicas
+    ]

@@ -83,8 +83,8 @@ class AnswerFormat(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
-    the beginning of the answer, generated elsewhere. `tenant`, `priority`, `cache_salt`: see
-    EngineRequest."""
+    the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
+    text. `tenant`, `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest."""
 
     request_id: str
     checked: CheckedPrompts
@@ -93,9 +93,11 @@ class Generation:
     include_usage: bool
     prompt_only: bool = False
     output_token_ids: tuple[int, ...] = ()
+    shown_ids: frozenset[int] = frozenset()
     tenant: str = NO_TENANT
     priority: int = 0
     cache_salt: str = ""
+    slo_ttft_s: float | None = None
 
 
 class GenerationResponse(Response):
@@ -158,9 +160,11 @@ class GenerationResponse(Response):
             adapter=job.lease.version,
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
+            shown_ids=job.shown_ids,
             tenant=job.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            slo_ttft_s=job.slo_ttft_s,
             traced=self._traced,
         )
 

@@ -20,6 +20,7 @@ from loraplex.core.clock import Clock
 from loraplex.core.errors import EngineDeadError
 from loraplex.server.engine_status import EngineState, EngineStatus, progress_words
 from loraplex.server.errors import ServerStartingError, describe
+from loraplex.server.page.files import is_page_path, page_response
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.refusal import note_refusal
 from loraplex.server.request_log import RequestLogMiddleware
@@ -81,6 +82,8 @@ class FrontApp:
     async def _tell_progress(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == LIVE_PATH:
             response = live_response()
+        elif is_page_path(scope["path"]):
+            response = page_response(scope)  # it shows the progress
         else:
             phase, fraction = self.progress.phase, self.progress.fraction
             message = f"the server is starting{progress_words(phase, fraction)}; try again later"

@@ -50,6 +50,29 @@ class Histogram:
         self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
+    def since(self, earlier: Histogram) -> Histogram:
+        """Return the observations that an earlier copy of this histogram does not have."""
+        newer = Histogram(self.bounds)
+        newer.counts = [now - then for now, then in zip(self.counts, earlier.counts, strict=True)]
+        newer.total = self.total - earlier.total
+        return newer
+
+    def mean(self) -> float | None:
+        count = sum(self.counts)
+        return self.total / count if count else None
+
+    def quantile(self, share: float) -> float | None:
+        """Return a quantile, as Prometheus' histogram_quantile does: linear within a bucket, and the highest
+        bound for what lies above all of them. None without observations."""
+        rank, below, lower = share * sum(self.counts), 0, 0.0
+        if not rank:
+            return None
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (bound - lower) * (rank - below) / count
+            below, lower = below + count, bound
+        return self.bounds[-1]
+
     def copy(self) -> Histogram:
         copied = Histogram.__new__(Histogram)
         copied.bounds, copied.counts, copied.total = self.bounds, self.counts[:], self.total
@@ -124,6 +147,8 @@ class ServerMetrics:
         self.inter_token = Histogram(ITL_BUCKETS_S)
         self.per_output_token = Histogram(ITL_BUCKETS_S)
         self.e2e = Histogram(LATENCY_BUCKETS_S)
+        self.num_generating = 0
+        """Requests in flight that have their first token."""
         self.demand = RecentDemand(clock)
         self._traffic: dict[str, Traffic] = {}
 
@@ -260,6 +285,7 @@ class RequestMeter:
             self._traffic.num_waiting -= 1
             return
         self._traffic.num_running -= 1
+        self._metrics.num_generating -= 1
         if num_unfinished:
             return  # cut short: its duration says nothing about the server
         if self._demand is not None:
@@ -271,9 +297,11 @@ class RequestMeter:
             self._metrics.per_output_token.observe((now_s - self.first_token_s) / tokens_after_first)
 
     def _on_first_batch(self, now_s: float) -> None:
+        metrics = self._metrics
         self.first_token_s = now_s
-        self._metrics.num_prompt_tokens += self._num_prompt_tokens
-        self._metrics.ttft.observe(now_s - self.arrival_s)
+        metrics.num_prompt_tokens += self._num_prompt_tokens
+        metrics.ttft.observe(now_s - self.arrival_s)
         self._traffic.ttft.observe(now_s - self.arrival_s)
         self._traffic.num_waiting -= 1
         self._traffic.num_running += 1
+        metrics.num_generating += 1

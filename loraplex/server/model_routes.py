@@ -15,11 +15,13 @@ from starlette.responses import PlainTextResponse, Response
 from loraplex.core.stats import AdapterStats
 from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
+from loraplex.server.body import read_query
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import VERSION_HEADER
 from loraplex.server.requests import (
     AdapterNameRequest,
+    AdapterQuery,
     LoadAdapterRequest,
     RollBackAdapterRequest,
     UnloadAdapterRequest,
@@ -71,25 +73,21 @@ def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrato
         return json_response(_model(deps, model_id, found, started_unix_s, shows_paths=shows_paths))
 
     @router.get(
-        "/v1/adapters", **operation(summary="List the adapters", answer=AdapterList, errors=(401, 503))
+        "/v1/adapters",
+        **operation(summary="List the adapters", query=AdapterQuery, answer=AdapterList, errors=(401, 503)),
     )
     async def adapters(request: Request) -> Response:
+        query = read_query(request, AdapterQuery)
         shows_paths = administrators.include(request.scope)
         stats = await deps.text.engine.stats()
         by_version = {adapter.version: adapter for adapter in stats.adapters}
         access = access_of(request.scope)
+        found = _matching(deps, access, by_version, query)
+        shown = found[query.offset : None if query.limit is None else query.offset + query.limit]
         data = [
-            _adapter_info(
-                deps,
-                adapter,
-                by_version,
-                shows_paths=shows_paths,
-                shows_use=access.administers(adapter.name),
-            )
-            for adapter in deps.adapters.served()
-            if access.sees(adapter.name)
+            _adapter_info(deps, adapter, by_version, access, shows_paths=shows_paths) for adapter in shown
         ]
-        return json_response(AdapterList(data=data))
+        return json_response(AdapterList(total=len(found), data=data))
 
     @router.get(
         "/v1/demand",
@@ -277,25 +275,71 @@ def _model(
     )
 
 
+def visible_adapters(deps: ServerDeps, access: Access) -> list[ServedAdapter]:
+    """Return the adapters that one with this access may know of, sorted by name."""
+    return [each for each in deps.adapters.served() if access.sees(each.name)]
+
+
+def _matching(
+    deps: ServerDeps, access: Access, by_version: Mapping[str, AdapterStats], query: AdapterQuery
+) -> list[ServedAdapter]:
+    """Return the adapters that a query is about, in its order; none that its sender may not see."""
+    part = query.contains.casefold()
+    found = [
+        each
+        for each in visible_adapters(deps, access)
+        if part in each.name.casefold()
+        and (query.tier is None or _stats_of(each.version, by_version).tier == query.tier)
+    ]
+    if query.order == "name":
+        return found
+
+    def value(adapter: ServedAdapter) -> int:
+        if query.order == "rank":
+            return adapter.spec.max_rank
+        if not access.administers(adapter.name):
+            return 0  # as it is shown
+        if query.order == "loads":
+            return _stats_of(adapter.version, by_version).loads
+        traffic = deps.metrics.find_traffic(adapter.name)
+        if traffic is None:
+            return 0
+        match query.order:
+            case "requests":
+                return traffic.num_requests
+            case "tokens":
+                return traffic.num_tokens
+            case _:
+                return traffic.num_in_flight
+
+    return sorted(found, key=value, reverse=True)
+
+
 def _adapter_info(
     deps: ServerDeps,
     adapter: ServedAdapter,
     by_version: Mapping[str, AdapterStats],
+    access: Access,
     *,
     shows_paths: bool,
-    shows_use: bool,
 ) -> AdapterInfo:
-    """Return what is known of an adapter. `shows_use`: with the counts of its requests, which may be those of
-    other tenants; otherwise they are 0."""
+    """Return what one with this access may know of an adapter: the counts of its requests, which may be those
+    of other tenants, are 0 unless it may change it, and replicas are shown to operators only."""
+    shows_use = access.administers(adapter.name)
     traffic = deps.metrics.find_traffic(adapter.name) if shows_use else None
     stats = _stats_of(adapter.version, by_version)
+    fleet = deps.fleet if access.is_operator else None
+    placed = None if fleet is None else fleet.placed_on(adapter.version)
     return AdapterInfo(
         name=adapter.name,
         version=adapter.version,
         path=str(adapter.spec.path) if shows_paths else None,
+        source=adapter.ref.where if shows_paths else None,
         rank=adapter.spec.max_rank,
         bytes=stats.num_bytes,
         tier=stats.tier,
+        held_by=None if fleet is None else fleet.holders(adapter.version),
+        placed_on=None if placed is None else list(placed.replicas),
         in_flight=traffic.num_in_flight if traffic else 0,
         hits=traffic.num_hits if traffic else 0,
         loads=stats.loads if shows_use else 0,

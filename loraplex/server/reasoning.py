@@ -24,7 +24,7 @@ class ReasoningSplitter:
         self._take = self._take_reasoning if has_begun else self._take_start
         self._held = ""
         self._is_first = True
-        """Whether nothing but spaces came since the last mark."""
+        """True until something but spaces comes after the last mark."""
 
     def push(self, text: str) -> None:
         self._take(self._held + text)

@@ -27,6 +27,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
+from loraplex.core.rare_collections import collecting_rarely
 from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
@@ -38,6 +39,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.connections import (
     ConnectionBook,
     ConnectionLimits,
@@ -56,6 +58,7 @@ from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.remote_adapters import RemoteAdapters
+from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
@@ -111,6 +114,7 @@ class ServeOptions:
     limits: BodyLimits = field(default_factory=BodyLimits)
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
     policy: str = "auto"
@@ -201,7 +205,8 @@ async def _run(
     stack: AsyncExitStack,
 ) -> SupervisedEngine:
     """Start everything, then open the front to requests."""
-    deps, client, num_skipped = await _start(options, announcer, front, stack)
+    with collecting_rarely():
+        deps, client, num_skipped = await _start(options, announcer, front, stack)
     # Objects made so far are kept: a full collection would traverse them all and delay every stream for a
     # third of a second.
     keep_all_made_until_now()
@@ -247,6 +252,14 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=ceil(options.shutdown_grace_s + _LAST_WORDS_S) + _CUT_S,
     )
+
+
+def _request_templates(options: ServeOptions, stack: AsyncExitStack) -> RequestTemplates | None:
+    if not options.chat.trusts_templates:
+        return None
+    templates = RequestTemplates()
+    stack.push_async_callback(templates.close)
+    return templates
 
 
 async def _end(
@@ -302,6 +315,8 @@ async def _start(
 
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
+    if watch is not None:
+        watch.tell(client.set_tenants)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
@@ -345,6 +360,8 @@ async def _start(
         web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
+        chat=options.chat,
+        templates=_request_templates(options, stack),
         fleet=fleet,
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
@@ -354,11 +371,14 @@ async def _start(
         tenants=None if watch is None else watch.tenants,
     )
     if watch is not None:
+        watch.tell(deps.waiting.set_tenants)
         rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
         stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
+    sampling = asyncio.create_task(deps.history.run(), name="sample for the page")
+    stack.callback(sampling.cancel)
     retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
     stack.callback(retrying.cancel)
     context = client.info.max_model_len

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 import loraplex
 from loraplex.core.errors import InvalidRequestError
-from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.continuing import Continued
 from loraplex.server.deps import ServerDeps
@@ -23,6 +22,7 @@ from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
 from loraplex.server.responses import Health, Text, Tokens, Version
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.tenant_metrics import render_tenants
+from loraplex.server.tool_calls.tool_use import tool_use
 from loraplex.server.waiting import Refused
 
 
@@ -48,7 +48,7 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
     async def tokenize(request: Request) -> Response:
         async with deps.bodies.read(request, TokenizeRequest) as body:
             _check_model(deps, request, body.model)
-            tokens = await run_until_disconnect(_tokenize(prompts, body), request.receive, deps.pacer)
+            tokens = await run_until_disconnect(_tokenize(deps, body), request.receive, deps.pacer)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=deps.text.max_model_len)
         return json_response(answer)
 
@@ -64,13 +64,18 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
         return json_response(Text(prompt=text))
 
 
-async def _tokenize(prompts: PromptEncoder, body: TokenizeRequest) -> list[int]:
+async def _tokenize(deps: ServerDeps, body: TokenizeRequest) -> list[int]:
+    prompts = deps.text.prompts
     if body.messages is not None and body.prompt is None:
+        tools = tool_use(
+            body.tools, None, is_parallel=True, template=deps.text.tokenizer.template_text, options=deps.chat
+        )
         return await prompts.tokenize_chat(
             template_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             template_options=body.chat_template_kwargs,
+            tools=() if tools is None else tools.for_template,
         )
     if body.prompt is not None and body.messages is None:
         return await prompts.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)

@@ -18,8 +18,11 @@ from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidRequestError
-from loraplex.fleet.admission import Admission, Admitted, Forecast
+from loraplex.core.tenants import TenantPolicy
+from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.fleet.waiting_room import NOBODY, Caller, WaitingRoom
 from loraplex.server.errors import QueueFullError
+from loraplex.server.rate_limits import Header, RateLimit, rate_limit_headers
 
 _RATE_WINDOW: Final = 64
 """Number of latest first tokens from which the rate of starts is computed."""
@@ -41,6 +44,7 @@ class Refused(StrEnum):
 
     QUEUE_FULL = "queue_full"
     TTFT = "ttft"
+    SLO = "slo"
 
 
 class Forecaster(Protocol):
@@ -60,15 +64,24 @@ class WaitingBook:
         self._limits = limits
         self._clock = clock
         self._forecaster = forecaster
-        self.admission = None if limits.max_ttft_s is None else Admission(limits.max_ttft_s)
+        self.room = WaitingRoom(limits.max_requests, limits.max_ttft_s)
         self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)  # on the clock of `_waited_s`
         self._idle_since_s: float | None = clock.now_s()  # None while any request waits
         self._idle_s = 0.0  # total, up to `_idle_since_s`
-        self.num_requests = 0
-        self.num_tokens = 0
-        self._num_encoded = 0  # of the requests
         self.num_refused: Counter[Refused] = Counter()
         """Number of refused calls, by reason."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.room.num_requests
+
+    @property
+    def num_tokens(self) -> int:
+        return self.room.num_tokens
+
+    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
+        """Replace the shares, priorities and objectives of tenants."""
+        self.room.set_policies(policies)
 
     def admit(
         self,
@@ -77,48 +90,56 @@ class WaitingBook:
         adapter: str | None = None,
         param: str = "prompt",
         was_admitted: bool = False,
+        caller: Caller = NOBODY,
     ) -> WaitingTicket:
         """Count a call's requests (prompts × n) from now on, before their prompts are processed.
 
         Raises QueueFullError if there is no room now, and InvalidRequestError that blames `param` if there
         never will be. `adapter`: the version that is requested. `was_admitted`: the requests were admitted
-        before, by another server that cannot continue them, and are never refused.
+        before, by another server that cannot continue them, and are never refused. `caller`: whose they are.
         """
         if not was_admitted:
-            self._check(num_requests, num_tokens=0, param=param)
-            self._forecast(adapter, [1])
+            self._check(num_requests, num_tokens=0, param=param, caller=caller)
+            self._forecast(adapter, [1], caller)
         if self._idle_since_s is not None:
             self._idle_s += self._clock.now_s() - self._idle_since_s
             self._idle_since_s = None
-        self.num_requests += num_requests
-        return WaitingTicket(self, num_requests, adapter, self._clock.now_s(), is_bounded=not was_admitted)
+        self.room.enter(caller, num_requests)
+        return WaitingTicket(
+            self, num_requests, adapter, self._clock.now_s(), is_bounded=not was_admitted, caller=caller
+        )
 
     def add_tokens(
-        self, lens: Sequence[int], adapter: str | None, *, admitted_s: float, is_bounded: bool
+        self,
+        lens: Sequence[int],
+        adapter: str | None,
+        *,
+        admitted_s: float,
+        is_bounded: bool,
+        caller: Caller,
     ) -> Forecast | None:
         """Count the prompt tokens of requests that were admitted at `admitted_s`; raises as `admit` does if
         `is_bounded`. Return the prediction for them."""
         predicted = None
         if is_bounded:
             self._check(0, sum(lens))
-            predicted = self._forecast(adapter, lens, waited_s=self._clock.now_s() - admitted_s)
-        self.num_tokens += sum(lens)
-        self._num_encoded += len(lens)
+            waited_s = self._clock.now_s() - admitted_s
+            predicted = self._forecast(adapter, lens, caller, waited_s=waited_s)
+        self.room.encoded(caller, lens)
         return predicted
 
-    def leave(self, num_tokens: int | None, *, started: bool) -> None:
+    def leave(self, caller: Caller, num_tokens: int | None, *, started: bool) -> None:
         """Record that one request waits no longer. `started`: its first token came. `num_tokens`: of its
         prompt; None if it was not encoded."""
-        self.num_requests -= 1
-        if num_tokens is not None:
-            self.num_tokens -= num_tokens
-            self._num_encoded -= 1
+        self.room.leave(caller, num_tokens)
         if started:
             self._starts_s.append(self._waited_s())
         if self.num_requests == 0:
             self._idle_since_s = self._clock.now_s()
 
-    def _check(self, num_requests: int, num_tokens: int, *, param: str = "prompt") -> None:
+    def _check(
+        self, num_requests: int, num_tokens: int, *, param: str = "prompt", caller: Caller = NOBODY
+    ) -> None:
         limits = self._limits
         for count, waiting, limit, kind, option in (
             (num_requests, self.num_requests, limits.max_requests, "requests", "--max-waiting"),
@@ -130,56 +151,72 @@ class WaitingBook:
                     f"wait on this server; send it in parts, or start the server with a larger {option}",
                     param=param,
                 )
-            if waiting + count > limit:
+            is_full = waiting + count > limit
+            if is_full or (num_requests and not self.room.has_place_for(caller.tenant, num_requests)):
                 self.num_refused[Refused.QUEUE_FULL] += 1
                 retry_after_s = self._retry_after_s()
+                full = f"{waiting:,} {kind} wait and at most {limit:,} may"
+                if not is_full:
+                    full = f"{waiting:,} {kind} wait, and the places left are kept for other tenants"
                 raise QueueFullError(
-                    f"the server's queue is full: {waiting:,} {kind} wait and at most {limit:,} may; "
-                    f"try again in {retry_after_s} s",
+                    f"the server's queue is full: {full}; try again in {retry_after_s} s",
                     kind="tokens" if kind == "prompt tokens" else "requests",
                     retry_after_s=retry_after_s,
                 )
 
     def _forecast(
-        self, adapter: str | None, lens: Sequence[int], *, waited_s: float = 0.0
+        self, adapter: str | None, lens: Sequence[int], caller: Caller, *, waited_s: float = 0.0
     ) -> Forecast | None:
         """Predict the first token of the last of these requests of a call. Raises QueueFullError if it would
         come too late."""
-        if self.admission is None or self._forecaster is None:
+        if self._forecaster is None or self.room.limit_s(caller).limit_s is None:
             return None
         *others, last = lens
-        admitted = Admitted(self._num_encoded + len(others), self.num_tokens + sum(others))
+        admitted = self.room.before(caller, len(others), sum(others), last)
         predicted = self._forecaster.forecast(adapter, last, admitted)
-        if predicted is None:
-            return None
-        retry_after_s = self.admission.retry_after_s(predicted, waited_s)
-        if retry_after_s is None:
+        verdict = None if predicted is None else self.room.judge(predicted, caller, waited_s)
+        if verdict is None or verdict.retry_after_s is None:
             return predicted
-        self.num_refused[Refused.TTFT] += 1
-        seconds = _whole_seconds(retry_after_s)
-        ttft_s = waited_s + self.admission.correction * predicted.ttft_s
+        self.num_refused[Refused.SLO if verdict.is_slo else Refused.TTFT] += 1
+        seconds = _whole_seconds(verdict.retry_after_s)
+        limit = f"its objective is {verdict.limit_s:g} s"
+        if not verdict.is_slo:
+            limit = f"at most {verdict.limit_s:g} s are allowed here (--max-ttft)"
         raise QueueFullError(
-            f"the server has too much to do: the first token would come after about {ttft_s:.2g} s, and at "
-            f"most {self.admission.max_ttft_s:g} s are allowed here (--max-ttft); try again in {seconds} s",
+            f"the server has too much to do: the first token would come after about {verdict.ttft_s:.2g} s, "
+            f"and {limit}; try again in {seconds} s",
             kind="requests",
             retry_after_s=seconds,
         )
 
-    def came(self, predicted: Forecast, predicted_at_s: float) -> None:
+    def came(self, predicted: Forecast, predicted_at_s: float, caller: Caller) -> None:
         """Record that the first token came for a request with this prediction, made at `predicted_at_s`."""
-        if self.admission is not None:
-            self.admission.observe(predicted.ttft_s, self._clock.now_s() - predicted_at_s)
+        self.room.came(predicted, self._clock.now_s() - predicted_at_s, caller)
 
     def now_s(self) -> float:
         return self._clock.now_s()
 
+    def headers(self) -> list[Header]:
+        """Return the headers about the room that is left."""
+        limits = self._limits
+        drain_s = float(_whole_seconds(self._drain_s())) if self.num_requests else 0.0
+        return rate_limit_headers(
+            [
+                RateLimit("requests", limits.max_requests, limits.max_requests - self.num_requests, drain_s),
+                RateLimit("tokens", limits.max_tokens, limits.max_tokens - self.num_tokens, drain_s),
+            ]
+        )
+
     def _retry_after_s(self) -> int:
         """Return the seconds until half of the waiting requests will have started, at the latest pace."""
+        return _whole_seconds(self._drain_s() / 2)
+
+    def _drain_s(self) -> float:
+        """Return the seconds until all of the waiting requests will have started, at the latest pace."""
         if len(self._starts_s) < 2:
-            return 1
+            return 0.0
         span_s = self._waited_s() - self._starts_s[0]
-        wait_s = span_s / len(self._starts_s) * self.num_requests / 2
-        return _whole_seconds(wait_s)
+        return span_s / len(self._starts_s) * self.num_requests
 
     def _waited_s(self) -> float:
         """Return the time on a clock that stops while nothing waits: idle time says nothing about the pace of
@@ -199,8 +236,10 @@ class WaitingTicket:
         admitted_s: float,
         *,
         is_bounded: bool,
+        caller: Caller,
     ) -> None:
         self._book = book
+        self._caller = caller
         self._adapter = adapter
         self._admitted_s = admitted_s
         self._is_bounded = is_bounded
@@ -214,7 +253,11 @@ class WaitingTicket:
         lens = [len(prompt) for prompt in prompts for _ in range(num_siblings)]
         assert len(lens) == len(self._num_tokens), "the requests that were admitted"
         predicted = self._book.add_tokens(
-            lens, self._adapter, admitted_s=self._admitted_s, is_bounded=self._is_bounded
+            lens,
+            self._adapter,
+            admitted_s=self._admitted_s,
+            is_bounded=self._is_bounded,
+            caller=self._caller,
         )
         self._num_tokens = dict(enumerate(lens))
         if predicted is not None and len(lens) == 1:
@@ -223,9 +266,9 @@ class WaitingTicket:
     def started(self, choice: int) -> None:
         """Record that a choice has its first token. May be called for each of its tokens."""
         if choice in self._num_tokens:
-            self._book.leave(self._num_tokens.pop(choice), started=True)
+            self._book.leave(self._caller, self._num_tokens.pop(choice), started=True)
             if self._predicted is not None:
-                self._book.came(*self._predicted)
+                self._book.came(*self._predicted, self._caller)
 
     @property
     def waits(self) -> bool:
@@ -235,7 +278,7 @@ class WaitingTicket:
     def close(self) -> None:
         """Record that the call is over, however it ended. Idempotent."""
         for num_tokens in self._num_tokens.values():
-            self._book.leave(num_tokens, started=False)
+            self._book.leave(self._caller, num_tokens, started=False)
         self._num_tokens.clear()
 
 

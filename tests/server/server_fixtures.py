@@ -104,9 +104,10 @@ def make_server(
     is_ready_without_adapters: bool = True,
     tenants: str | None = None,
     names: tuple[str, ...] = ("pirate", "poet"),
+    make_engine: Callable[[Callable[[EngineRequest], Script]], FakeEngine] = FakeEngine,
 ) -> Served:
     """Return a server of the adapters with these names. `tenants`: the text of its tenants file."""
-    engine = FakeEngine(script or says("Hello world! How are you?"))
+    engine = make_engine(script or says("Hello world! How are you?"))
     service = AdapterService(
         base_model=base_model,
         engine=engine,

@@ -20,8 +20,10 @@ from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.output_stream import Take
 from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.fleet.waiting_room import Caller
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
@@ -48,7 +50,7 @@ class Queue:
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         self.asked.append((adapter, prompt_tokens))
-        before_s = self.before_s + admitted.prompt_tokens / 100
+        before_s = self.before_s + admitted.part_before * admitted.prompt_tokens / 100
         return Forecast(before_s + prompt_tokens / 100, prompt_tokens / 100, is_idle=before_s == 0)
 
 
@@ -70,6 +72,23 @@ def test_requests_are_let_in_as_long_as_their_first_tokens_are_in_time() -> None
     assert book.num_refused == {Refused.TTFT: 2}
     tickets[0].started(0)
     book.admit(1).encoded([[1] * 50], 1)
+
+
+def test_whoever_asks_for_more_than_its_share_is_refused_and_others_are_not() -> None:
+    book = WaitingBook(WaitingLimits(), ManualClock(), Queue(before_s=0.5))
+    book.set_tenants([TenantPolicy(name="a", slo_ttft=2.0), TenantPolicy(name="b", slo_ttft=2.0)])
+    many, few = Caller(tenant="a"), Caller(tenant="b")
+    for _ in range(2):
+        book.admit(1, caller=many).encoded([[1] * 60], 1)
+    ticket = book.admit(1, caller=many)
+    with pytest.raises(
+        QueueFullError, match=r"after about 2.3 s, and its objective is 2 s; try again in 1 s"
+    ):
+        ticket.encoded([[1] * 60], 1)
+    ticket.close()
+    book.admit(1, caller=few).encoded([[1] * 60], 1)
+    assert book.num_refused == {Refused.SLO: 1}
+    book.admit(1).encoded([[1] * 900], 1)  # of nobody, who has no objective
 
 
 def test_all_choices_of_a_call_are_let_in_or_none() -> None:
@@ -101,7 +120,7 @@ def test_predictions_are_corrected_by_first_tokens() -> None:
         clock.advance(3.0)
         ticket.started(0)
         ticket.close()
-        if book.admission is not None and book.admission.correction > 2:
+        if book.room.admission.correction > 2:
             break
     with pytest.raises(QueueFullError):
         book.admit(1).encoded([[1] * 50], 1)

@@ -30,7 +30,7 @@ BODIES = [
     "/detokenize",
 ]
 READS = [
-    *("/v1/models", "/v1/adapters", "/v1/demand", "/version", "/metrics"),
+    *("/v1/models", "/v1/adapters", "/v1/demand", "/v1/overview", "/version", "/metrics"),
     *("/health", "/health/ready", "/health/live"),
 ]
 MODEL = "/v1/models/{model_id}"

@@ -1,24 +1,34 @@
-"""What the sender of a request may see, use and change."""
+"""The rights of the sender of a request: to see, use and change."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from starlette.types import Scope
 
 from loraplex.core.tenants import NO_TENANT
 from loraplex.server.tenants.account import Account
-from loraplex.server.tenants.tenants_file import LoadSources, Tenant
+from loraplex.server.tenants.tenants_file import AdapterSlo, LoadSources, Tenant
 
 _STATE_KEY: Final = "loraplex.access"
 
 
 class Access:
     """The rights of one tenant. `account`: counts what it uses; None for an admin key of the server.
-    `cache_salt`: see EngineRequest."""
+    `cache_salt`: see EngineRequest. `slos`: the targets of adapters."""
 
-    def __init__(self, tenant: Tenant | None, account: Account | None, *, cache_salt: str = "") -> None:
+    def __init__(
+        self,
+        tenant: Tenant | None,
+        account: Account | None,
+        *,
+        cache_salt: str = "",
+        slos: Mapping[str, AdapterSlo] = MappingProxyType({}),
+    ) -> None:
         self._tenant = tenant
+        self._slos = slos
         self.account = account
         self.cache_salt = cache_salt
 
@@ -26,10 +36,6 @@ class Access:
     def tenant(self) -> str:
         """The tenant's name; empty without one."""
         return NO_TENANT if self._tenant is None else self._tenant.name
-
-    @property
-    def priority(self) -> int:
-        return 0 if self._tenant is None else self._tenant.policy.priority
 
     @property
     def is_operator(self) -> bool:
@@ -60,6 +66,11 @@ class Access:
     def administered(self) -> tuple[str, ...]:
         """Patterns of the adapters that it may load and unload."""
         return ("*",) if self._tenant is None or self.is_operator else self._tenant.administers.texts
+
+    def slo_ttft_s(self, adapter: str | None) -> float | None:
+        """Return the target of an adapter for the first token; None if it has none of its own."""
+        slo = None if adapter is None else self._slos.get(adapter)
+        return None if slo is None else slo.slo_ttft
 
     def uses(self, adapter: str) -> bool:
         """Return whether it may send requests to an adapter."""

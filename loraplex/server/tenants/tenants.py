@@ -40,7 +40,8 @@ class Tenants:
             return None
         tenant = self._file.tenants[name]
         shares = self._file.shares_prefix_cache
-        return Access(tenant, self.account(tenant), cache_salt="" if shares else tenant.name)
+        salt = "" if shares else tenant.name
+        return Access(tenant, self.account(tenant), cache_salt=salt, slos=self._file.adapter_slos)
 
     def account(self, tenant: Tenant) -> Account:
         account = self._accounts.get(tenant.name)

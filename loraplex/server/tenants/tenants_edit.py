@@ -97,7 +97,7 @@ def _with_keys(text: str, name: str, old: list[str], new: list[str]) -> str:
     after, beyond = after[:end], after[end:]
     line = f"keys = {_toml(new)}"
     rest, num_empty = re.subn(
-        r"^[ \t]*keys[ \t]*=[ \t]*\[\s*\]", lambda _: line, after, count=1, flags=re.MULTILINE
+        r"^[ \t]*keys[ \t]*=[ \t]*\[(?:\s|#.*)*\]", lambda _: line, after, count=1, flags=re.MULTILINE
     )
     return f"{before}{rest}{beyond}" if num_empty else f"{before}\n{line}{after}{beyond}"
 

@@ -50,14 +50,14 @@ class TenantsFileError(UserError):
     """The tenants file cannot be used; the message names the file, the place and the fix."""
 
 
-class SloTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AdapterSlo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[adapters.NAME]`: seconds within which its first token and each later one should come."""
 
     slo_ttft: Positive | None = None
     slo_tpt: Positive | None = None
 
 
-class TenantTable(SloTable, kw_only=True, forbid_unknown_fields=True):
+class TenantTable(AdapterSlo, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tenants.NAME]`. `adapters`, `administers`: patterns of adapters that it may use, and may load and
     unload. `load_from`: folders and patterns of repositories that it may load from. `operator`: may do
     everything. `metrics`: may read all of /metrics."""
@@ -78,10 +78,10 @@ class TenantTable(SloTable, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSources:
-    """The folders and repositories that a tenant may load adapters from."""
+    """The folders and remote sources that a tenant may load adapters from."""
 
     paths: AllowedPaths
-    repos: AllowedSources
+    remote: AllowedSources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,10 +102,10 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantsFile:
-    """All tenants, and the adapters with targets of their own: (slo_ttft, slo_tpt) by name."""
+    """All tenants, and the targets of adapters that have some of their own, by name."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    adapter_slos: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    adapter_slos: Mapping[str, AdapterSlo] = field(default_factory=dict)
     shares_prefix_cache: bool = False
 
 
@@ -154,11 +154,11 @@ def parse_tenants(text: str, path: Path) -> TenantsFile:
     tenants = {name: tenant_of(name, table, path) for name, table in tables.items()}
     _refuse_twins(tenants.values(), path)
     slos = {
-        name: _convert(table, SloTable, f"{path}: [adapters.{name}]") for name, table in slo_tables.items()
+        name: _convert(table, AdapterSlo, f"{path}: [adapters.{name}]") for name, table in slo_tables.items()
     }
     return TenantsFile(
         tenants=tenants,
-        adapter_slos={name: (slo.slo_ttft, slo.slo_tpt) for name, slo in slos.items()},
+        adapter_slos=slos,
         shares_prefix_cache=shares,
     )
 
@@ -216,17 +216,17 @@ def tenant_of(name: str, data: dict[str, Any], path: Path) -> Tenant:
 
 
 def _sources(load_from: list[str], where: str) -> LoadSources:
-    """Return the folders, which are absolute, and the patterns of repositories."""
+    """Return the folders, which are absolute, and the patterns of remote sources."""
     folders = [text for text in load_from if text.startswith("/")]
     try:
         return LoadSources(
             paths=AllowedPaths(map(Path, folders)),
-            repos=AllowedSources(text for text in load_from if not text.startswith("/")),
+            remote=AllowedSources(text for text in load_from if not text.startswith("/")),
         )
     except (LoraplexError, ValueError, OSError):
         raise TenantsFileError(
-            f"{where} load_from: write folders from the root on, as /srv/adapters/acme, and repositories as "
-            "owner/name or owner/*"
+            f"{where} load_from: write folders from the root on, as /srv/adapters/acme, repositories as "
+            "owner/name or owner/*, and buckets as s3://bucket/prefix/*"
         ) from None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from loraplex.core.clock import Clock
+from loraplex.core.tenants import TenantPolicy
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_file import (
     TenantsFile,
@@ -27,8 +28,7 @@ Mark = tuple[int, ...] | None
 
 
 class TenantsWatch:
-    """Looks at the file twice a second; without changes this is one call of the system. `on_change` is called
-    when another file is in force."""
+    """Looks at the file twice a second; without changes this is one call of the system."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         """Read the file. Raises TenantsFileError."""
@@ -37,7 +37,12 @@ class TenantsWatch:
         text = read_text(path)
         self._text: str | None = text
         self.tenants = Tenants(parse_tenants(text, path), clock)
-        self.on_change: Callable[[], None] = lambda: None
+        self._told: list[Callable[[Sequence[TenantPolicy]], None]] = []
+
+    def tell(self, listener: Callable[[Sequence[TenantPolicy]], None]) -> None:
+        """Call `listener` now and after each change, with what decisions about requests depend on."""
+        self._told.append(listener)
+        listener(self.tenants.policies())
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -64,7 +69,8 @@ class TenantsWatch:
         self.tenants.replace(file)
         self.tenants.trouble = None
         logger.info("the tenants file has changed and is in force: %s", _words(file))
-        self.on_change()
+        for listener in self._told:
+            listener(self.tenants.policies())
 
     def notes(self, served: Sequence[str]) -> list[str]:
         """Return notes on patterns that match none of these adapters. They may match later ones."""

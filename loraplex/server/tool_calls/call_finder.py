@@ -32,7 +32,7 @@ class CallFinder:
         """Text that may belong to a mark, or to spaces before one."""
         self._reader: Reader | None = None
         self._before_reader = ""
-        """What came before the call that is being read: content, if it is none."""
+        """Text before the call that is being read: content, if it is none."""
         self._num_calls_before = 0
         self._has_content = False
         self._is_after_call = False

@@ -1,0 +1,195 @@
+"""The requests that wait for their first token, by tenant, and which are refused when not all can be served.
+
+A request is refused at once if it could not be served in time: by the predicted time to its first token,
+which counts only the requests that would be served before it. By fair shares (`scheduling.fair_share`) these
+are
+
+    all of tenants of a lower `priority`, none of a higher one
+    of the other tenants, as much as they are due for their shares until its own tenant's requests are served
+    of its own tenant, those of its own or a lower `priority`
+
+so whoever asks for more than its share waits for its own requests, and is refused first.
+
+The number of waiting requests is limited, too. Half of the places are reserved for tenants with rights, by
+their shares, so that no tenant can fill all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from loraplex.core.tenants import NO_TENANT, TenantPolicy
+from loraplex.fleet.admission import Admission, Admitted, Forecast
+
+_RESERVED: Final = 0.5
+"""Share of the places that is reserved for tenants."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """Whose request it is. `slo_ttft_s`: its own objective; None for that of its tenant, if it has one."""
+
+    tenant: str = NO_TENANT
+    priority: int = 0
+    slo_ttft_s: float | None = None
+
+
+NOBODY: Final = Caller()
+
+
+class Limit(NamedTuple):
+    """Seconds that a first token may take, None for any number, and whether that is an objective."""
+
+    limit_s: float | None
+    is_slo: bool
+
+
+class Verdict(NamedTuple):
+    """A prediction that decided. `retry_after_s`: None if the request is admitted. `limit_s`, `is_slo`: as in
+    Limit."""
+
+    retry_after_s: float | None
+    ttft_s: float
+    limit_s: float
+    is_slo: bool
+
+
+class _Line:
+    """The waiting requests of one tenant with one priority. `num_encoded`: those whose tokens are known."""
+
+    __slots__ = ("num_encoded", "num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_encoded = 0
+        self.num_tokens = 0
+
+
+class WaitingRoom:
+    """Counts the waiting requests of a server. `admission`: corrects predictions by what was measured."""
+
+    def __init__(self, max_requests: int, max_ttft_s: float | None = None) -> None:
+        self.admission: Final = Admission(max_ttft_s)
+        self._max_requests = max_requests
+        self._policies: Mapping[str, TenantPolicy] = {}
+        self._lines: dict[str, dict[int, _Line]] = {}
+        self._num_by_tenant: Counter[str] = Counter()
+        self._reserved: dict[str, int] = {}
+        self._num_unused = 0  # reserved places that their tenants do not use
+        self.num_requests = 0
+        self.num_encoded = 0
+        self.num_tokens = 0
+
+    def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
+        """Replace the rights of tenants."""
+        self._policies = {each.name: each for each in policies}
+        total = sum(each.share for each in self._policies.values())
+        places = _RESERVED * self._max_requests
+        self._reserved = {name: int(places * each.share / total) for name, each in self._policies.items()}
+        self._num_unused = sum(
+            max(count - self._num_by_tenant[name], 0) for name, count in self._reserved.items()
+        )
+
+    # ---- who is refused
+
+    def has_place_for(self, tenant: str, num_requests: int) -> bool:
+        """Return whether so many requests of a tenant may wait beside the others."""
+        num_free = self._max_requests - self.num_requests - num_requests
+        reserved, used = self._reserved.get(tenant, 0), self._num_by_tenant[tenant]
+        if num_free < 0:
+            return False
+        for_others = self._num_unused - max(reserved - used, 0)
+        return used + num_requests <= reserved or num_free >= for_others
+
+    def limit_s(self, caller: Caller) -> Limit:
+        """Return how long a first token may take."""
+        policy = self._policies.get(caller.tenant)
+        slo_s = caller.slo_ttft_s
+        if slo_s is None and policy is not None:
+            slo_s = policy.slo_ttft
+        most_s = self.admission.max_ttft_s
+        if slo_s is not None and (most_s is None or slo_s < most_s):
+            return Limit(slo_s, is_slo=True)
+        return Limit(most_s, is_slo=False)
+
+    def before(self, caller: Caller, others: int = 0, other_tokens: int = 0, num_tokens: int = 1) -> Admitted:
+        """Return all waiting requests, and the part of them that is served before one of `num_tokens`.
+        `others`, `other_tokens`: requests of the same call, which are served before it."""
+        ahead, total = float(other_tokens), self.num_tokens + other_tokens
+        policy = self._policies.get(caller.tenant)
+        rank, share = (0, 1.0) if policy is None else (policy.priority, policy.share)
+        own = self._lines.get(caller.tenant, {})
+        ahead += sum(line.num_tokens for priority, line in own.items() if priority <= caller.priority)
+        turn = (ahead + num_tokens) / share
+        for tenant, lines in self._lines.items():
+            if tenant == caller.tenant:
+                continue
+            policy = self._policies.get(tenant)
+            their_rank, their_share = (0, 1.0) if policy is None else (policy.priority, policy.share)
+            theirs = sum(line.num_tokens for line in lines.values())
+            if their_rank < rank:
+                ahead += theirs
+            elif their_rank == rank:
+                ahead += min(theirs, turn * their_share)
+        return Admitted(self.num_encoded + others, total, min(ahead / total, 1.0) if total else 1.0)
+
+    def judge(self, predicted: Forecast, caller: Caller, waited_s: float = 0.0) -> Verdict | None:
+        """Decide on a request with this prediction; None if nothing limits its first token."""
+        limit_s, is_slo = self.limit_s(caller)
+        if limit_s is None:
+            return None
+        retry_after_s = self.admission.retry_after_s(predicted, waited_s, limit_s=limit_s)
+        ttft_s = waited_s + self.admission.correction * predicted.ttft_s
+        return Verdict(retry_after_s, ttft_s, limit_s, is_slo)
+
+    def came(self, predicted: Forecast, measured_s: float, caller: Caller) -> None:
+        """Record the time to the first token of a request that was admitted with this prediction."""
+        limit_s, _ = self.limit_s(caller)
+        if limit_s is not None:
+            self.admission.observe(predicted.ttft_s, measured_s, limit_s)
+
+    # ---- who waits
+
+    def enter(self, caller: Caller, num_requests: int) -> None:
+        """Count requests from now on."""
+        self.num_requests += num_requests
+        self._line_of(caller).num_requests += num_requests
+        self._count(caller.tenant, num_requests)
+
+    def encoded(self, caller: Caller, lens: Iterable[int]) -> None:
+        """Count the tokens of waiting requests, which are known now."""
+        line = self._line_of(caller)
+        for num_tokens in lens:
+            self.num_encoded += 1
+            self.num_tokens += num_tokens
+            line.num_encoded += 1
+            line.num_tokens += num_tokens
+
+    def leave(self, caller: Caller, num_tokens: int | None) -> None:
+        """Record that a request waits no longer. `num_tokens`: None if they were not known."""
+        line = self._line_of(caller)
+        line.num_requests -= 1
+        self.num_requests -= 1
+        if num_tokens is not None:
+            self.num_encoded -= 1
+            self.num_tokens -= num_tokens
+            line.num_encoded -= 1
+            line.num_tokens -= num_tokens
+        self._count(caller.tenant, -1)
+        if line.num_requests == 0:
+            del self._lines[caller.tenant][caller.priority]
+            if not self._lines[caller.tenant]:
+                del self._lines[caller.tenant]
+
+    def _line_of(self, caller: Caller) -> _Line:
+        return self._lines.setdefault(caller.tenant, {}).setdefault(caller.priority, _Line())
+
+    def _count(self, tenant: str, change: int) -> None:
+        reserved, used = self._reserved.get(tenant, 0), self._num_by_tenant[tenant]
+        self._num_unused += max(reserved - used - change, 0) - max(reserved - used, 0)
+        self._num_by_tenant[tenant] = used + change
+        if used + change == 0:
+            del self._num_by_tenant[tenant]

@@ -1,0 +1,122 @@
+"""Whom a full server refuses first: by share, priority and objective."""
+
+from __future__ import annotations
+
+import pytest
+from fleet_views import fleet_of, request_of
+
+from loraplex.core.tenants import TenantPolicy
+from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.fleet.first_token import forecast
+from loraplex.fleet.waiting_room import NOBODY, Caller, WaitingRoom
+
+BUSY = Forecast(ttft_s=5.0, alone_s=1.0, is_idle=False)
+A, B, BATCH = Caller(tenant="a"), Caller(tenant="b"), Caller(tenant="batch")
+POLICIES = [
+    TenantPolicy(name="a", share=1.0),
+    TenantPolicy(name="b", share=3.0),
+    TenantPolicy(name="batch", priority=1),
+]
+
+
+def room_of(*waiting: tuple[Caller, int, int], max_requests: int = 100) -> WaitingRoom:
+    """Return a room with so many waiting requests of so many tokens."""
+    room = WaitingRoom(max_requests)
+    room.set_policies(POLICIES)
+    for caller, count, num_tokens in waiting:
+        room.enter(caller, count)
+        room.encoded(caller, [num_tokens] * count)
+    return room
+
+
+@pytest.mark.parametrize(
+    ("caller", "expected"),
+    [
+        (A, 4000),  # all of its own: b has none that are due before
+        (B, 400 / 3),  # one of its own, for which a is due a third of that
+        (BATCH, 4000),  # everything
+        (Caller(tenant="new", priority=5), 100),  # a is due as much as it asks for
+    ],
+)
+def test_only_what_is_served_before_a_request_counts(caller: Caller, expected: float) -> None:
+    room = room_of((A, 40, 100))
+    part = room.before(caller, num_tokens=400 if caller is B else 100).part_before
+    assert part == pytest.approx(expected / 4000)
+
+
+def test_a_request_waits_for_those_of_its_tenant_with_a_lower_priority_alone() -> None:
+    room = room_of((A, 10, 100), (Caller(tenant="a", priority=2), 30, 100))
+    assert room.before(A).part_before == pytest.approx(0.25)
+    assert room.before(Caller(tenant="a", priority=-1)).part_before == 0.0
+    assert room.before(Caller(tenant="a", priority=2)).part_before == 1.0
+
+
+def test_without_tenants_everything_is_before_a_request() -> None:
+    room = WaitingRoom(100, 2.0)
+    assert room.before(NOBODY) == Admitted(0, 0, 1.0)
+    room.enter(NOBODY, 3)
+    room.encoded(NOBODY, [10, 20])
+    assert room.before(NOBODY, others=1, other_tokens=5) == Admitted(3, 35, 1.0)
+
+
+def test_the_stricter_of_the_limits_holds() -> None:
+    room = WaitingRoom(100, 4.0)
+    room.set_policies([TenantPolicy(name="a", slo_ttft=2.0), TenantPolicy(name="b", slo_ttft=9.0)])
+    assert room.limit_s(A) == (2.0, True)
+    assert room.limit_s(B) == (4.0, False)
+    assert room.limit_s(NOBODY) == (4.0, False)
+    assert room.limit_s(Caller(tenant="b", slo_ttft_s=1.0)) == (1.0, True)
+    verdict = room.judge(BUSY, A)
+    assert verdict is not None
+    assert verdict.retry_after_s == 3.0
+    assert WaitingRoom(100).judge(BUSY, NOBODY) is None
+
+
+def test_an_idle_replica_refuses_nobody_whatever_the_objective() -> None:
+    verdict = room_of().judge(BUSY._replace(is_idle=True), Caller(slo_ttft_s=0.1))
+    assert verdict is not None
+    assert verdict.retry_after_s is None
+
+
+def test_no_tenant_takes_the_places_that_others_have_a_right_to() -> None:
+    room = room_of(max_requests=100)  # 50 are reserved: 10 for a, 30 for b, 10 for batch
+    assert room.has_place_for("a", 60)
+    assert not room.has_place_for("a", 61)
+    room.enter(A, 60)
+    assert not room.has_place_for("a", 1)
+    assert not room.has_place_for("stranger", 1)
+    assert room.has_place_for("b", 30)
+    assert not room.has_place_for("b", 31)
+    room.enter(B, 30)
+    assert room.has_place_for("batch", 10)
+    room.leave(A, None)
+    assert room.has_place_for("a", 1)
+
+
+def test_one_tenant_alone_and_nobody_may_take_every_place() -> None:
+    room = WaitingRoom(10)
+    assert room.has_place_for("", 10)
+    assert not room.has_place_for("", 11)
+    room.set_policies([TenantPolicy(name="a")])
+    assert room.has_place_for("a", 10)
+
+
+def test_the_counts_are_back_at_nothing_when_everybody_has_left() -> None:
+    room = room_of((A, 2, 10), (B, 1, 7))
+    room.enter(A, 1)
+    for caller, num_tokens in ((A, 10), (B, 7), (A, None), (A, 10)):
+        room.leave(caller, num_tokens)
+    assert (room.num_requests, room.num_encoded, room.num_tokens) == (0, 0, 0)
+    assert room.has_place_for("b", 80)
+    assert room.before(A).part_before == 1.0
+
+
+def test_less_is_predicted_for_whoever_is_served_before_others() -> None:
+    fleet, request = fleet_of(1), request_of(None, 50)
+    for number in range(12):
+        fleet.send(request_of(None, 100), 0, is_running=number < 4)
+    times = [
+        forecast(request, fleet.view, 0, admitted=Admitted(part_before=part), step_tokens=64).ttft_s
+        for part in (0.0, 0.5, 1.0)
+    ]
+    assert times[0] < times[1] < times[2]
