@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from contextlib import aclosing
 from dataclasses import replace
@@ -74,7 +75,9 @@ def test_all_that_decides_about_the_answer_is_sent_and_stop_strings_are_not() ->
                 [5], eos=(EOS, 3), stop=("x",), stop_token_ids=(3, 4), logit_bias=((7, 1.5),), **params
             )
             await answer(replica, sent)
-            await answer(replica, request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None))
+            long = request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None)
+            await answer(replica, dataclasses.replace(long, traceparent="00-1-2-01"))
+            assert server.traceparents[-2:] == [None, "00-1-2-01"]
             _, first, second = server.bodies("completions")
             assert {name: first[name] for name in params} == params
             assert first["stop_token_ids"] == [3, 4, EOS]
