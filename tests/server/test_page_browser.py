@@ -233,6 +233,13 @@ def test_every_view_fits_a_phone_in_both_colour_schemes(
         page.locator(f"#tab-{view}").click()
         expect(page.locator(f"#{view}")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+    page.locator("#tab-chat").click()
+    page.locator("#settings summary").click()
+    box = page.locator(".settings-box").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390
+    page.locator("#settings summary").click()
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     lightness = sum(int(part) for part in colour[4:-1].split(",")) / 3
     assert (lightness < 80) is (scheme == "dark")
