@@ -345,6 +345,7 @@ def _response(
         adapter=generation.lease.name,
         is_canary=generation.lease.is_canary,
         num_prompt_tokens=sum(map(len, checked.prompts)),
+        num_prompts=len(checked.prompts),
         num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
     )

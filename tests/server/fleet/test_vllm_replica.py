@@ -75,7 +75,9 @@ def test_all_that_decides_about_the_answer_is_sent_and_stop_strings_are_not() ->
                 bad_words=("a b",), **params,
             )  # fmt: skip
             await answer(replica, replace(sent, priority=3))
-            await answer(replica, request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None))
+            long = request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None)
+            await answer(replica, replace(long, traceparent="00-1-2-01"))
+            assert server.traceparents[-2:] == [None, "00-1-2-01"]
             _, first, second = server.bodies("completions")
             assert {name: first[name] for name in params} == params
             assert first["stop_token_ids"] == [3, 4, EOS]
