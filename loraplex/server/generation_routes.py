@@ -102,7 +102,7 @@ def _model_name(deps: ServerDeps, body: SamplingFields) -> str:
         return body.model
     if body.model not in ("", deps.adapters.base_model, body.adapter_id):
         raise InvalidRequestError(
-            f"model is {body.model!r} and adapter_id {body.adapter_id!r}; send one of them as "
+            f"model is {body.model[:1024]!r} and adapter_id {body.adapter_id!r}; send one of them as "
             f"both, or the base model {deps.adapters.base_model!r} as model",
             param="adapter_id",
         )
