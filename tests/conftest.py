@@ -1,10 +1,12 @@
 """Being here puts this folder on the import path, so that tests of several packages share helpers."""
 
+import functools
 import gc
 import os
 from collections.abc import Generator
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 # One thread: the models are tiny, and OpenMP threads that wait for each other on a busy machine are slow.
@@ -29,6 +31,10 @@ import torch  # noqa: E402
 # Without a device Triton kernels run in its interpreter, which must be known before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The command line is built once: to build all of it takes a tenth of a second, and hundreds of tests call a
+# command.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # No deadline: shared machines are slow at times, and no test here is about time. The same examples in every
 # run: a failure that comes and goes is found by raising max_examples, not by running again.

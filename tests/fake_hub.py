@@ -24,7 +24,7 @@ from loraplex.core.hub import HubRepo
 
 FETCH = """
 import json, resource, sys
-from loraplex.adapters.hub import resolve_adapter
+from loraplex.adapters.remote import resolve_adapter
 from loraplex.core.errors import AdapterError
 limit = int(sys.argv[2])
 if limit:

@@ -1,10 +1,7 @@
-"""Adapters from the Hugging Face hub: located, checked against the allowed repositories, and fetched."""
+"""Adapters of the Hugging Face hub, fetched."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -15,63 +12,10 @@ from loraplex.core.errors import (
     AdapterFetchError,
     AdapterFormatError,
     HubError,
-    PathNotAllowedError,
 )
-from loraplex.core.hub import HubRepo, fetch_snapshot, list_files, parse_hub_repo
+from loraplex.core.hub import HubRepo, fetch_snapshot, list_files
 
 _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
-
-
-class AllowedRepos:
-    """Patterns of repositories that the operator opened for requests, like `my-org/*`; without any, all are
-    refused."""
-
-    def __init__(self, patterns: Iterable[str] = ()) -> None:
-        """Raise AdapterError for a pattern that no repository could match."""
-        self._patterns = tuple(patterns)
-        for pattern in self._patterns:
-            if pattern != "*" and pattern.count("/") != 1:
-                raise AdapterError(
-                    f"--allow-adapter-repo {pattern} matches no repository; write owner/name, or owner/* for "
-                    "all of an owner's"
-                )
-
-    def check(self, repo: HubRepo) -> None:
-        """Raise PathNotAllowedError unless a pattern matches `owner/name`. All revisions are allowed then."""
-        if any(fnmatchcase(repo.repo_id, pattern) for pattern in self._patterns):
-            return
-        state = "is not open for it" if self._patterns else "is off"
-        raise PathNotAllowedError(
-            f"fetching {repo.repo_id} from the Hugging Face hub {state}; start the server with "
-            f"--allow-adapter-repo {repo.repo_id} to open that repository"
-        )
-
-
-def locate_adapter(source: str | Path) -> Path | HubRepo:
-    """Return the folder or repository that a source means. An existing path wins; a Path is never a
-    repository."""
-    path = Path(os.path.expanduser(source))
-    if os.path.exists(path) or isinstance(source, Path):
-        return path
-    repo = parse_hub_repo(source)
-    if repo is None:
-        raise AdapterError(neither(f"there is no folder {source}"))
-    return repo
-
-
-def neither(no_folder: str) -> str:
-    """Return the message for a source that is neither a folder, as `no_folder` says, nor a repository."""
-    return (
-        f"{no_folder}, and it is no repository of the Hugging Face hub (owner/name or owner/name@revision) "
-        "either"
-    )
-
-
-def resolve_adapter(source: str | Path) -> Path:
-    """Return an adapter's folder, given by folder or repository. Downloads in this thread. Raises
-    AdapterError."""
-    located = locate_adapter(source)
-    return fetch_adapter(located) if isinstance(located, HubRepo) else located
 
 
 def fetch_adapter(repo: HubRepo) -> Path:

@@ -22,12 +22,12 @@ from loraplex.adapters.registry_database import (
     file_identity,
     translated_errors,
 )
+from loraplex.adapters.remote import RemoteSource, parse_remote
 from loraplex.adapters.rollout import NO_OTHERS, Rollout, canary_to_json, previous_to_json, rollout_from_json
 from loraplex.adapters.server_mark import ServerMark
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.adapters.spec_json import spec_from_json, spec_to_json
 from loraplex.core.errors import StorageError
-from loraplex.core.hub import HubRepo, parse_hub_repo
 from loraplex.core.shape import ModelShape
 
 logger = logging.getLogger(__name__)
@@ -105,14 +105,15 @@ class RegistryEntry:
 
     `loaded_at_s` is in seconds since 1970.
 
-    `source` is the repository and commit that the files were fetched from; None if they are the user's own.
+    `source` is the remote source with the revision that the files were fetched from; None if they are the
+    user's own.
     """
 
     name: str
     spec: AdapterSpec
     loaded_at_s: float
     origin: Origin
-    source: HubRepo | None = None
+    source: RemoteSource | None = None
     rollout: Rollout = NO_OTHERS
 
 
@@ -222,7 +223,7 @@ class AdapterRegistry:
         spec: AdapterSpec,
         *,
         origin: Origin = Origin.API,
-        source: HubRepo | None = None,
+        source: RemoteSource | None = None,
         rollout: Rollout = NO_OTHERS,
     ) -> None:
         """Make the name stand for this version with this rollout, whatever it had before."""
@@ -237,7 +238,7 @@ class AdapterRegistry:
         *,
         seen: Mapping[str, NameState],
         origin: Origin = Origin.API,
-        sources: Mapping[str, HubRepo | None] | None = None,
+        sources: Mapping[str, RemoteSource | None] | None = None,
         rollouts: Mapping[str, Rollout] | None = None,
     ) -> dict[str, NameState]:
         """Put names in one transaction, each only if its state is still as in `seen`, or is already the one
@@ -297,7 +298,7 @@ class AdapterRegistry:
             self._mark.close()
 
     def _make_row(
-        self, name: str, spec: AdapterSpec, origin: Origin, source: HubRepo | None, rollout: Rollout
+        self, name: str, spec: AdapterSpec, origin: Origin, source: RemoteSource | None, rollout: Rollout
     ) -> _Row:
         return _Row(
             self._base_model,
@@ -418,8 +419,8 @@ def _entry_of(path: Path, row: _Row) -> RegistryEntry:
         raise StorageError(f"{path}: the entry of adapter {row.name!r} is damaged; {START_AFRESH}") from exc
 
 
-def _parse_source(text: str) -> HubRepo:
-    repo = parse_hub_repo(text)
-    if repo is None:
+def _parse_source(text: str) -> RemoteSource:
+    source = parse_remote(text)
+    if source is None:
         raise ValueError(text)
-    return repo
+    return source

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.core.hub import HubRepo, parse_hub_repo
+from loraplex.adapters.remote import RemoteSource, parse_remote
 
 MAX_PREVIOUS: Final = 5
 _HASH_BYTES: Final = 8
@@ -22,12 +22,13 @@ _HASH_BYTES: Final = 8
 class VersionRef:
     """A version and the folder of its files, which may be gone by now.
 
-    `source` is the repository and commit that the files were fetched from; None if they are the user's own.
+    `source` is the remote source with the revision that the files were fetched from; None if they are the
+    user's own.
     """
 
     version: str
     path: Path
-    source: HubRepo | None = None
+    source: RemoteSource | None = None
 
     @property
     def where(self) -> str:
@@ -105,7 +106,7 @@ def _ref_to_dict(ref: VersionRef) -> dict[str, Any]:
 
 def _ref_from_dict(stored: dict[str, Any]) -> VersionRef:
     source = stored["source"]
-    repo = None if source is None else parse_hub_repo(source)
-    if (repo is None) is not (source is None):
+    remote = None if source is None else parse_remote(source)
+    if (remote is None) is not (source is None):
         raise ValueError(source)
-    return VersionRef(version=stored["version"], path=Path(stored["path"]), source=repo)
+    return VersionRef(version=stored["version"], path=Path(stored["path"]), source=remote)

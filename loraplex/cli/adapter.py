@@ -89,8 +89,8 @@ def list_adapters(
 
 
 def _bring(source: str) -> Path:
-    """Return the adapter's folder, fetched from the hub if necessary; exits with an error if that fails."""
-    from loraplex.adapters.hub import resolve_adapter
+    """Return the adapter's folder, fetched if necessary; exits with an error if that fails."""
+    from loraplex.adapters.remote import resolve_adapter
     from loraplex.core.errors import AdapterError, AdapterFormatError
 
     try:

@@ -90,9 +90,13 @@ class _Command(TyperCommand):
         return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        mode = self.rich_markup_mode
         if get_terminal_size().columns < _MIN_TABLE_COLUMNS:
             self.rich_markup_mode = None  # plain text, which has room for every name
-        super().format_help(ctx, formatter)
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.rich_markup_mode = mode
 
 
 class _Group(TyperGroup):

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench, config, fleet, plan, profile, twin, workload
+from loraplex.cli import adapter, bench, config, fleet, plan, profile, tenant, twin, workload
 from loraplex.cli.closed_pipe import drop_output, end_with_the_reader
 from loraplex.cli.configured import from_environment
 from loraplex.cli.flags import App
@@ -34,6 +34,7 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(twin.app, name="twin")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(plan.app, name="plan")
+app.add_typer(tenant.app, name="tenant")
 app.add_typer(config.app, name="config")
 
 

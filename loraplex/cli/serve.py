@@ -22,6 +22,7 @@ from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
+from loraplex.server.chat_options import ChatOptions, ReasoningParser, ToolCallParser
 
 if TYPE_CHECKING:
     from loraplex.server.run import ServeOptions
@@ -53,6 +54,9 @@ def serve_options(
     max_borrowing: MaxBorrowing = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
+    tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
+    reasoning_parser: option.ThinkParser = ReasoningParser.AUTO,
+    trust_request_chat_template: option.TrustTemplates = False,
     allow_adapter_dir: option.AllowedDirs = None,
     allow_adapter_repo: option.AllowedRepos = None,
     state_dir: option.StateDir = None,
@@ -63,8 +67,10 @@ def serve_options(
     shutdown_grace: option.ShutdownGrace = 5.0,
     no_shadow_twin: option.NoShadowTwin = False,
     shadow_twin_every: option.ShadowTwinEvery = 30.0,
+    otlp_endpoint: option.OtlpEndpoint = None,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
+    tenants: option.TenantsPath = None,
     allowed_hosts: option.AllowedHosts = None,
     allowed_origins: option.AllowedOrigins = None,
 ) -> ServeOptions:
@@ -75,6 +81,7 @@ def serve_options(
     kv_swap_bytes = option.parse_size_or_none(kv_swap_memory, "--kv-swap-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
     admin_keys = option.parse_keys(admin_key, "--admin-key")
+    option.refuse_key_beside_tenants(api_keys, tenants)
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
@@ -82,7 +89,7 @@ def serve_options(
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
-    from loraplex.adapters.hub import locate_adapter
+    from loraplex.adapters.remote import locate_adapter
     from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_choice import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
@@ -121,12 +128,19 @@ def serve_options(
         state_dir=state_dir,
         api_keys=api_keys,
         admin_keys=admin_keys,
+        tenants=tenants,
         allowed_hosts=hosts,
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
+        chat=ChatOptions(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            trusts_templates=trust_request_chat_template,
+        ),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
+        otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),
     )
 
 

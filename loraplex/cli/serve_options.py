@@ -13,8 +13,10 @@ from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
-from loraplex.core.errors import InvalidRequestError, UserError
+from loraplex.core.errors import InvalidRequestError, OptionError, UserError
 from loraplex.core.logs import LogFormat, LogLevel
+from loraplex.server.chat_options import ReasoningParser, ToolCallParser
+from loraplex.server.trace_setup import parse_endpoint
 
 
 def _replicas_up_to(most: int) -> Callable[[int | None], int | None]:
@@ -44,7 +46,7 @@ Adapters = Annotated[
         "--adapter",
         metavar="NAME=SOURCE",
         help="One adapter; the start fails if it cannot be served. Its folder, or a Hugging Face repository "
-        "(owner/name or owner/name@revision); may be repeated.",
+        "(owner/name or owner/name@revision), or s3://bucket/prefix; may be repeated.",
     ),
 ]
 Replicas = Annotated[
@@ -103,6 +105,31 @@ Period = Annotated[
 ]
 Migrate = Annotated[
     bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+]
+ToolParser = Annotated[
+    ToolCallParser,
+    typer.Option(
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="How the model writes calls of tools: hermes (Qwen too), llama3_json, mistral; none refuses "
+        "tools; auto: as its chat template has them.",
+    ),
+]
+TrustTemplates = Annotated[
+    bool,
+    typer.Option(
+        "--trust-request-chat-template",
+        help="Let requests bring chat templates, which are rendered in a process of their own.",
+    ),
+]
+ThinkParser = Annotated[
+    ReasoningParser,
+    typer.Option(
+        "--reasoning-parser",
+        metavar="FORMAT",
+        help="Whether <think> blocks are told from answers: qwen3, deepseek_r1, none; auto: if the chat "
+        "template knows them.",
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]
@@ -191,8 +218,8 @@ AllowedRepos = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN",
-        help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
-        "may be repeated. None by default.",
+        help="Hugging Face repositories and S3 folders that adapters may be fetched from at run time, as in "
+        "'my-org/*' or 's3://bucket/adapters/*'; may be repeated. None by default.",
     ),
 ]
 StateDir = Annotated[
@@ -230,6 +257,14 @@ NoShadowTwin = Annotated[
     ),
 ]
 ShadowTwinEvery = Annotated[float, typer.Option(metavar="SECONDS", help="How often they are replayed.")]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Send a trace of each generation request to an OpenTelemetry collector, over HTTP: "
+        "http://collector:4318; by default to $OTEL_EXPORTER_OTLP_ENDPOINT, if set. Needs the extra `otel`.",
+    ),
+]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
@@ -252,6 +287,15 @@ AdminKeys = Annotated[
         envvar="LORAPLEX_ADMIN_KEY",
         help="Loading and unloading adapters needs one of these; without any, only clients on this "
         "machine may.",
+    ),
+]
+TenantsPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="LORAPLEX_TENANTS",
+        help="TOML file with the tenants that may use the server: their keys, adapters and limits. It is "
+        "read again when it changes; `loraplex tenant` writes it.",
     ),
 ]
 AllowedHosts = Annotated[
@@ -328,12 +372,29 @@ def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:
     return tuple(keys or ())
 
 
+def refuse_key_beside_tenants(api_keys: Sequence[str], tenants: Path | None) -> None:
+    """Refuse API keys of nobody where every key belongs to a tenant."""
+    if api_keys and tenants is not None:
+        raise typer.BadParameter(
+            "with --tenants, every key belongs to a tenant; leave it out, or LORAPLEX_API_KEY, and make keys "
+            "with `loraplex tenant add`",
+            param_hint="--api-key",
+        )
+
+
 def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option: str) -> tuple[str, ...]:
     """Return the values of an option that is repeated, or given once with comma-separated values."""
     try:
         return tuple(parse(part) for text in texts or () for part in text.split(",") if part.strip())
     except UserError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def parse_otlp_endpoint(url: str) -> str:
+    try:
+        return parse_endpoint(url)
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint="--otlp-endpoint") from None
 
 
 def parse_max_ttft(seconds: float | None, batching: Batching) -> float | None:

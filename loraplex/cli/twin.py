@@ -139,6 +139,7 @@ def compare(
     modules: Modules = None,
     max_running: MaxRunning = None,
     json_out: JsonPath = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw both runs side by side to this .png.")] = None,
 ) -> None:
     """Hold a simulation against a run of the engine itself.
 
@@ -149,7 +150,9 @@ def compare(
     from loraplex.twin.compare import compare as compare_figures
     from loraplex.twin.replay import replay
 
-    check_writable(json_out, inputs=(profile, workload, live))
+    inputs = (profile, workload, live)
+    check_writable(json_out, inputs=inputs)
+    check_picture(plot, inputs=(*inputs, *([] if json_out is None else [json_out])))
     try:
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -171,8 +174,18 @@ def compare(
     outcome = replay(found, *read_inputs(workload, options, engine))
     with _of_file(live):
         figures = compare_figures(outcome, measured)
-    if json_out is not None:
-        save_json(json_out, figures)
+
+    def draw(path: Path) -> None:
+        from loraplex.cli.compare_plot import draw_comparison, pairs_of
+
+        pairs = pairs_of(figures, outcome.summary(), measured)
+        save_picture(path, draw_comparison(pairs, title=f"{workload.name} on {profile.name}, {live.name}"))
+
+    with files_saved((json_out, lambda path: save_json(path, figures)), (plot, draw)):
+        _show_compared(figures)
+
+
+def _show_compared(figures: dict[str, dict[str, float]]) -> None:
     for name, words, factor in (
         ("output_tok_s", "output tok/s", 1.0),
         ("itl_s", "ITL ms", 1e3),
@@ -181,8 +194,6 @@ def compare(
         if (row := figures.get(name)) is not None:
             pair = f"twin {row['twin'] * factor:12,.2f}  live {row['live'] * factor:12,.2f}"
             typer.echo(f"{words:13} {pair}  SMAPE {row['smape']:5.1f}%")
-    if json_out is not None:
-        typer.echo(f"wrote {json_out}")
 
 
 @app.command()

@@ -9,7 +9,7 @@
     │   ├── AdapterError           an adapter that cannot be served as it is
     │   │   ├── AdapterFormatError     the checkpoint is broken or asks for something unsupported
     │   │   ├── AdapterMismatchError   the checkpoint belongs to another base model
-    │   │   ├── AdapterFetchError      it could not be downloaded from the Hugging Face hub
+    │   │   ├── AdapterFetchError      it could not be downloaded from the hub or from S3
     │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
     │   ├── OptionError            an option has a value that it cannot have; a ValueError, too
     │   ├── HubError               a repository could not be fetched from the Hugging Face hub
@@ -78,7 +78,7 @@ class AdapterMismatchError(AdapterError):
 
 
 class AdapterFetchError(AdapterError):
-    """The adapter could not be downloaded from the Hugging Face hub."""
+    """The adapter could not be downloaded from the Hugging Face hub or from S3."""
 
 
 class AdapterConflictError(AdapterError):

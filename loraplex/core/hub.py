@@ -41,6 +41,11 @@ class HubRepo:
     def name(self) -> str:
         return self.repo_id.partition("/")[2]
 
+    @property
+    def place(self) -> str:
+        """The repository without a revision."""
+        return self.repo_id
+
     def at(self, revision: str) -> HubRepo:
         return replace(self, revision=revision)
 

@@ -26,7 +26,8 @@ class EngineRequest:
     lengths, penalties and seeds, and is not reported again. `tenant`: whose request it is. `priority`: of a
     tenant's requests, those with a lower one come first. `slo_ttft_s`: seconds within which its first token
     should come; None for the target of the tenant, if it has one. `cache_salt`: a request finds cached
-    prefixes and compiled grammars only of requests with the same one.
+    prefixes and compiled grammars only of requests with the same one. `traceparent`: its
+    place in a trace, if it is traced: its first token then comes with its `PhaseTimes`.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class EngineRequest:
     priority: int = 0
     slo_ttft_s: float | None = None
     cache_salt: str = ""
+    traceparent: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +58,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTimes:
+    """How long before its first token a request was queued, and began to run, and how long before it the load
+    of its adapter began and ended that it met; None for what it did not meet. In seconds: clocks differ
+    between machines."""
+
+    queued_s: float
+    started_s: float | None
+    load_begun_s: float | None
+    load_ended_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutput:
     """The output of one step for one request. A request's last output has a `finish_reason`.
 
@@ -64,7 +78,7 @@ class EngineOutput:
     token that ended the request, if one did; it is never in `token_ids`. `adapter_hit` says whether the
     request found its adapter resident or being loaded; None for the base. `error_param` is "model" if the
     adapter caused the failure: its files are gone, changed or broken, or its weights overflow; another field
-    of the request if that one cannot be served.
+    of the request if that one cannot be served. `times`: set once, with the first token of a traced request.
     """
 
     request_id: str
@@ -77,3 +91,4 @@ class EngineOutput:
     stop_token_id: int | None = None
     error: str | None = None
     error_param: str | None = None
+    times: PhaseTimes | None = None

@@ -12,6 +12,8 @@ from loraplex.core.structured_output import StructuredOutput
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
+MAX_BAD_WORDS: Final = 64
+MAX_BAD_WORD_CHARS: Final = 256
 MAX_SEED: Final = 2**63 - 1
 MIN_TEMPERATURE: Final = 1e-5
 """Below it, logits divided by temperature may overflow float32; sampling is greedy there anyway."""
@@ -24,7 +26,8 @@ class SamplingParams:
     temperature 0 (or below MIN_TEMPERATURE) means greedy. top_k 0 means off. `max_tokens` None means: up to
     the context length. `logprobs` k returns the chosen token's log-probability and those of the k most likely
     tokens. `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
-    `structured_output`: what the answer must look like; None for any text.
+    `structured_output`: what the answer must look like; None for any text. `bad_words`: texts that an answer
+    may not have; engines go by `bad_word_ids`, their tokens, which whoever has the tokenizer fills in.
     """
 
     max_tokens: int | None = None
@@ -46,6 +49,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     structured_output: StructuredOutput | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -69,6 +74,14 @@ class SamplingParams:
             raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not hold an empty string", param="stop")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS} texts", param="bad_words")
+        if any(not word.strip() for word in self.bad_words):
+            raise InvalidRequestError("bad_words must not hold an empty text", param="bad_words")
+        if any(len(word) > MAX_BAD_WORD_CHARS for word in self.bad_words):
+            raise InvalidRequestError(
+                f"a text of bad_words may have at most {MAX_BAD_WORD_CHARS} characters", param="bad_words"
+            )
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, None)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):

@@ -24,6 +24,7 @@ from loraplex.core.tenants import TenantPolicy
 from loraplex.engine.compilation import GrammarCompilation
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
 from loraplex.engine.grammars import AnswerGrammar, Grammars
+from loraplex.engine.phase_clock import PhaseClock
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
@@ -90,6 +91,7 @@ class Engine:
         self._load_deadline_s = load_deadline_s
         self._max_pause_s = max_pause_s
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self._phases = PhaseClock()
         self._flights: deque[_Launched] = deque()
         self.landed: StepPlan | None = None
         """The plan of the step that landed last."""
@@ -104,6 +106,8 @@ class Engine:
         if self._count_workers is not None:
             self._scheduler.adapters.set_num_workers(self._count_workers())
         plan = self._scheduler.schedule()
+        if self._phases:
+            self._phases.decided(plan)
         for request_id in plan.preempted:
             self._executor.preempt(request_id)
         if plan.drops_merged:
@@ -143,6 +147,7 @@ class Engine:
                 self._begin(request, result)
                 continue
             self._scheduler.give_up(request)
+            self._phases.forget(request.request_id)
             failed.append(
                 EngineOutput(
                     request_id=request.request_id,
@@ -191,6 +196,8 @@ class Engine:
         if request.request_id in self._compilation:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         self._scheduler.accept(request)
+        if request.traceparent:
+            self._phases.queued(request)
         if request.params.structured_output is None:
             self._begin(request, None)
             return
@@ -198,6 +205,7 @@ class Engine:
             self._compilation.begin(request)
         except InvalidRequestError:
             self._scheduler.give_up(request)
+            self._phases.forget(request.request_id)
             raise
 
     def _begin(self, request: EngineRequest, grammar: AnswerGrammar | None) -> None:
@@ -207,6 +215,7 @@ class Engine:
             self._prompt_logprobs[request.request_id] = [None]
 
     def cancel(self, request_id: str) -> None:
+        self._phases.forget(request_id)
         compiling = self._compilation.cancel(request_id)
         if compiling is not None:
             self._scheduler.give_up(compiling)
@@ -338,7 +347,10 @@ class Engine:
                 self._scheduler.adapter_loaded(event.version)
             else:
                 self._scheduler.adapter_failed(event.version, event.error)
-        return {event.version for event in events}
+        versions = {event.version for event in events}
+        if versions and self._phases:
+            self._phases.loaded(versions)
+        return versions
 
     def _await_loads(self, versions: Set[str]) -> None:
         """Wait until these versions have been read or loaded, up to `max_pause_s`: a disk that does not
@@ -382,6 +394,7 @@ class Engine:
             stop_token_id=update.stop_token_id,
             error=update.error,
             error_param=update.error_param or result.failed_params.get(request_id),
+            times=self._phases.take(request_id) if self._phases else None,
         )
 
     def _end(self, request_id: str) -> None:

@@ -33,7 +33,8 @@ _MAX_WINDOW_TOKENS: Final = 8
 
 
 class Detokenizer(Protocol):
-    """Converts one request's tokens to text. Special tokens (end of turn and the like) add nothing."""
+    """Converts one request's tokens to text. Special tokens (end of turn and the like) add nothing, except
+    those that are to be shown."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that is certain after these tokens."""
@@ -87,15 +88,23 @@ class PieceTable:
             return None
         return max(len(self._look_up(token_id)) for token_id in self.backend.get_vocab().values())
 
-    def detokenizer(self, context: Sequence[int], *, with_offsets: bool = False) -> Detokenizer:
-        """Return a new detokenizer for tokens that follow `context` (the prompt)."""
+    def detokenizer(
+        self,
+        context: Sequence[int],
+        *,
+        with_offsets: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """Return a new detokenizer for tokens that follow `context` (the prompt). `shown_ids`: special tokens
+        whose names are part of the text."""
+        hidden_ids = self.special_ids - shown_ids if shown_ids else self.special_ids
         match self._family:
             case _Family.BYTE_LEVEL:
-                return _ByteLevelDetokenizer(self, with_offsets=with_offsets)
+                return _ByteLevelDetokenizer(self, hidden_ids, with_offsets=with_offsets)
             case _Family.SENTENCE_PIECE:
-                return _SentencePieceDetokenizer(self, with_offsets=with_offsets)
+                return _SentencePieceDetokenizer(self, hidden_ids, with_offsets=with_offsets)
             case _Family.OTHER:
-                return _WindowDetokenizer(self.backend, context, with_offsets=with_offsets)
+                return _WindowDetokenizer(self.backend, hidden_ids, context, with_offsets=with_offsets)
 
     def is_byte_token(self, token_id: int) -> bool:
         """Return whether the token stands for one byte of a character (SentencePiece only)."""
@@ -135,17 +144,17 @@ class _Offsets:
 
 
 class _ByteLevelDetokenizer:
-    def __init__(self, pieces: PieceTable, *, with_offsets: bool) -> None:
+    def __init__(self, pieces: PieceTable, hidden_ids: frozenset[int], *, with_offsets: bool) -> None:
         self._piece = pieces.piece
-        self._special_ids = pieces.special_ids
+        self._hidden_ids = hidden_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offsets = _Offsets() if with_offsets else None
 
     def push(self, token_ids: Iterable[int]) -> str:
-        piece, special = self._piece, self._special_ids
+        piece, hidden = self._piece, self._hidden_ids
         if self._offsets is None:
-            return self._utf8.decode(b"".join([piece(i) for i in token_ids if i not in special]))
-        return "".join([self._push_placed(b"" if i in special else piece(i)) for i in token_ids])
+            return self._utf8.decode(b"".join([piece(i) for i in token_ids if i not in hidden]))
+        return "".join([self._push_placed(b"" if i in hidden else piece(i)) for i in token_ids])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -174,8 +183,9 @@ def _may_continue(held: bytes, byte: bytes) -> bool:
 
 
 class _SentencePieceDetokenizer:
-    def __init__(self, pieces: PieceTable, *, with_offsets: bool) -> None:
+    def __init__(self, pieces: PieceTable, hidden_ids: frozenset[int], *, with_offsets: bool) -> None:
         self._pieces = pieces
+        self._hidden_ids = hidden_ids
         self._run = bytearray()
         self._offsets = _Offsets() if with_offsets else None
         self._waiting: list[int] = []
@@ -184,8 +194,8 @@ class _SentencePieceDetokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         parts: list[str] = []
         for token_id in token_ids:
-            # A special token does not end a run of bytes: the tokenizer's own decoder drops it first.
-            piece = b"" if token_id in self._pieces.special_ids else self._pieces.piece(token_id)
+            # A hidden token does not end a run of bytes: the tokenizer's own decoder drops it first.
+            piece = b"" if token_id in self._hidden_ids else self._pieces.piece(token_id)
             if len(piece) == 1 and self._pieces.is_byte_token(token_id):
                 self._place()
                 self._run += piece
@@ -251,8 +261,16 @@ class _SentencePieceDetokenizer:
 class _WindowDetokenizer:
     """Decodes the last few tokens with and without the new one; the difference is the new text."""
 
-    def __init__(self, backend: BackendTokenizer, context: Sequence[int], *, with_offsets: bool) -> None:
+    def __init__(
+        self,
+        backend: BackendTokenizer,
+        hidden_ids: frozenset[int],
+        context: Sequence[int],
+        *,
+        with_offsets: bool,
+    ) -> None:
         self._backend = backend
+        self._hidden_ids = hidden_ids
         self._known = list(context[-_WINDOW_CONTEXT_TOKENS:])
         self._known_text = self._decode(self._known)
         self._new: list[int] = []
@@ -293,7 +311,8 @@ class _WindowDetokenizer:
         return min(max(len(text) - len(self._known_text), 0), limit)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+        seen = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        return str(self._backend.decode(seen, skip_special_tokens=False))
 
 
 def _family_of(backend: BackendTokenizer) -> _Family:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
-from loraplex.engine.schema_rules import ascii_classes, closed_schema, ends_in_escape
+from loraplex.engine.schema_rules import JSON_WHITESPACE, ascii_classes, closed_schema, ends_in_escape
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
-_WHITESPACE: Final = r"[ \t\r\n]{0,32}"
-"""Whitespace between the tokens of JSON. It has an end: models without an idea of how to go on would write it
-up to max_tokens."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 _CACHED_GRAMMARS: Final = 64
 _SILENT: Final = 0
@@ -267,7 +264,7 @@ def _grammar_of(wanted: StructuredOutput) -> str:
             case OutputKind.JSON | OutputKind.JSON_OBJECT:
                 schema = _ANY_OBJECT if wanted.kind is OutputKind.JSON_OBJECT else closed_schema(wanted.text)
                 return LLMatcher.grammar_from_json_schema(
-                    schema, overrides={"whitespace_pattern": _WHITESPACE}
+                    schema, overrides={"whitespace_pattern": JSON_WHITESPACE}
                 )
             case OutputKind.REGEX if ends_in_escape(wanted.text):
                 raise ValueError("it ends in a backslash that escapes nothing")

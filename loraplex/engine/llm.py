@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from loraplex.adapters.discovery import discover_adapters
-from loraplex.adapters.hub import locate_adapter, resolve_adapter
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.remote import RemoteSource, locate_adapter, resolve_adapter
 from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.core.batching import Batching, bound_of
 from loraplex.core.choices import choice
@@ -33,7 +33,6 @@ from loraplex.core.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
-from loraplex.core.hub import HubRepo
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
@@ -95,10 +94,11 @@ class LLM:
 
     `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of name to
     folder. Instead of an adapter's folder, a string may be a repository of the Hugging Face hub (`owner/name`
-    or `owner/name@revision`). `tensor_parallel` processes share the model, this one and its children; memory
-    limits apply to each of them. `batching` is a policy by name, `max_delay_by_grouping` its bound as on the
-    command line, such as `25%,250ms`. Raises OptionError, a ValueError, for a name or a bound that there is
-    not. The synchronous methods may be called from any thread, the asynchronous ones from any event loop.
+    or `owner/name@revision`) or `s3://bucket/prefix`. `tensor_parallel` processes share the model, this one
+    and its children; memory limits apply to each of them. `batching` is a policy by name,
+    `max_delay_by_grouping` its bound as on the command line, such as `25%,250ms`. Raises OptionError, a
+    ValueError, for a name or a bound that there is not. The synchronous methods may be called from any
+    thread, the asynchronous ones from any event loop.
     """
 
     def __init__(
@@ -172,7 +172,8 @@ class LLM:
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Make an adapter available under a name. Its weights are read when it is first used.
 
-        `path` is its folder or a repository of the hub, which is fetched in this thread, not the engine's.
+        `path` is its folder, or a repository of the hub or a URL of S3, which is fetched in this thread, not
+        the engine's.
         """
         if validate_adapter_name(name) in self._versions:
             raise AdapterConflictError(f"there already is an adapter {name!r}; remove it first")
@@ -196,7 +197,7 @@ class LLM:
 
         `adapter` and `params` are one for all prompts, or a list with one for each.
         """
-        return _run(self.agenerate(prompts, adapter, params))
+        return _run(self._generate(prompts, adapter, params))
 
     def chat(
         self,
@@ -207,19 +208,38 @@ class LLM:
     ) -> list[Completion]:
         """Answer one or several conversations, rendered with the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self.tokenizer.render_chat(
-                [dict(message) for message in conversation],  # type: ignore[arg-type]
-                template_options=template_options,
-            )
-            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        prompts = [
+            self._chat_prompt(conversation, template_options)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
         return self.generate(prompts, adapter, params)
 
     async def agenerate(
-        self, prompts: Prompts, adapter: AdapterNames = None, params: ParamsList = None
+        self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
+    ) -> Completion:
+        """Complete one prompt (text or token ids). Calls that are awaited together share batches, as with
+        `asyncio.gather`; a cancelled call ends its request."""
+        [completion] = await self._generate([self._one_prompt(prompt)], adapter, params)
+        return completion
+
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        adapter: str | None = None,
+        params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> Completion:
+        """Answer one conversation, rendered with the model's chat template; otherwise like `agenerate`."""
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequestError(
+                "achat answers one conversation, a list of messages; gather calls for several",
+                param="messages",
+            )
+        return await self.agenerate(self._chat_prompt(messages, template_options), adapter, params)
+
+    async def _generate(
+        self, prompts: Prompts, adapter: AdapterNames, params: ParamsList
     ) -> list[Completion]:
-        """`generate` for asyncio."""
         tokens = self._token_prompts(prompts)
         names: list[str | None] = _one_each(adapter, len(tokens), "adapter")
         options: list[SamplingParams | None] = _one_each(params, len(tokens), "params")
@@ -246,7 +266,7 @@ class LLM:
         self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas of one prompt as they arrive; close the generator to cancel."""
-        [tokens] = self._token_prompts(prompt)
+        tokens = self._one_prompt(prompt)
         await self._text.check_structure(params or SamplingParams())
         checked = self._text.check([tokens], params or SamplingParams())
         stream = self._stream(checked, self._version_of(adapter))
@@ -289,6 +309,20 @@ class LLM:
             num_cached_tokens=max(delta.num_cached_tokens for delta in first),
             prompt_logprobs=first[0].prompt_logprobs,
         )
+
+    def _chat_prompt(self, messages: Sequence[Message], template_options: dict[str, Any]) -> list[int]:
+        text = self.tokenizer.render_chat(
+            [dict(message) for message in messages],
+            template_options=template_options,
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _one_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str) and not all(isinstance(item, int) for item in prompt):
+            raise InvalidRequestError(
+                "this takes one prompt, a text or token ids; gather calls for several", param="prompt"
+            )
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _token_prompts(self, prompts: Prompts) -> list[list[int]]:
         if isinstance(prompts, str):
@@ -348,8 +382,8 @@ def _named_sources(adapters: Adapters) -> list[tuple[str, str | Path]]:
     return [(_name(locate_adapter(source)), source) for source in adapters]
 
 
-def _name(located: Path | HubRepo) -> str:
-    return located.name if isinstance(located, HubRepo) else located.resolve().name
+def _name(located: Path | RemoteSource) -> str:
+    return located.resolve().name if isinstance(located, Path) else located.name
 
 
 def _choice(deltas: Sequence[TextDelta]) -> Choice:

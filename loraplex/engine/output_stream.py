@@ -86,4 +86,5 @@ def merge_outputs(outputs: Sequence[EngineOutput]) -> EngineOutput:
         stop_token_id=last.stop_token_id,
         error=last.error,
         error_param=last.error_param,
+        times=next((o.times for o in outputs if o.times is not None), None),
     )

@@ -61,13 +61,15 @@ class PromptEncoder:
         self._threads = _threads(_NUM_THREADS, "text")
         self._large_text_thread = _threads(1, "large-text")
 
-    async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    async def encode_texts(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, will_be_cut: bool = False
+    ) -> list[list[int]]:
         """Return the tokens of each prompt. Raise ContextLengthError for one that is certain not to fit the
-        context."""
+        context, unless it will be cut."""
 
         def encode() -> list[list[int]]:
             for text in texts:
-                self._refuse_overlong(text)
+                self._refuse_overlong(text, will_be_cut=will_be_cut)
             return self._tokenizer.encode_many(texts, add_special_tokens=add_special_tokens)
 
         return await self._run_on_chars(encode, sum(map(len, texts)))
@@ -78,13 +80,19 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        will_be_cut: bool = False,
     ) -> list[int]:
-        """Render and encode a conversation that must fit the context."""
+        """Render and encode a conversation that must fit the context, unless it will be cut."""
 
-        text = await self._render(messages, add_generation_prompt, template_options)
+        text = await self._render(messages, add_generation_prompt, template_options, tools)
+        return await self.encode_rendered(text, will_be_cut=will_be_cut)
+
+    async def encode_rendered(self, text: str, *, will_be_cut: bool = False) -> list[int]:
+        """Encode a conversation that was rendered already; see `encode_chat`."""
 
         def encode() -> list[int]:
-            self._refuse_overlong(text, param="messages")
+            self._refuse_overlong(text, param="messages", will_be_cut=will_be_cut)
             return self._tokenizer.encode(text, add_special_tokens=False)
 
         return await self._run_on_chars(encode, len(text))
@@ -103,10 +111,11 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the tokens of a conversation, whether or not it fits the context."""
 
-        text = await self._render(messages, add_generation_prompt, template_options)
+        text = await self._render(messages, add_generation_prompt, template_options, tools)
         _refuse_many_chars(text, param="messages")
         return await self._run_on_chars(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
@@ -145,16 +154,20 @@ class PromptEncoder:
         messages: Sequence[Message],
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]],
     ) -> str:
         """Return the text of a conversation; its length is not known before."""
 
         def render() -> str:
             return self._tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                template_options=template_options,
+                tools=tools,
             )
 
         return await self._run_on_chars(
-            render, _num_chars(messages), in_thread=_is_long(messages, template_options)
+            render, _num_chars(messages), in_thread=bool(tools) or _is_long(messages, template_options)
         )
 
     async def _run_on_chars(self, work: Callable[[], T], num_chars: int, *, in_thread: bool = False) -> T:
@@ -177,8 +190,11 @@ class PromptEncoder:
             return await loop.run_in_executor(self._large_text_thread, work_and_clean_up)
         return await loop.run_in_executor(self._threads, work)
 
-    def _refuse_overlong(self, text: str, *, param: str = "prompt") -> None:
+    def _refuse_overlong(self, text: str, *, param: str = "prompt", will_be_cut: bool = False) -> None:
         """Raise ContextLengthError if a first part of the text, or its length, shows that it does not fit."""
+        if will_be_cut:
+            _refuse_many_chars(text, param=param)
+            return
         limit = self._max_model_len
         num_probed = _PROBE_CHARS_PER_TOKEN * limit
         if len(text) <= num_probed:

@@ -1,15 +1,15 @@
 """Chooses the next token of each sequence from its logits.
 
-Order: penalties, logit bias, structured output, suppressed ends (min_tokens), temperature, min_p, top_k,
-top_p, one draw. The draw depends only on the request's seed and the token's index (`engine.draws`), so the
-same seed gives the same text whatever else is in the batch. Log-probabilities are the model's own, before any
-of these.
+Order: penalties, logit bias, structured output, suppressed ends (min_tokens), bad words, temperature, min_p,
+top_k, top_p, one draw. The draw depends only on the request's seed and the token's index (`engine.draws`), so
+the same seed gives the same text whatever else is in the batch. Log-probabilities are the model's own, before
+any of these.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +53,9 @@ class SamplingState:
         seed = request.params.seed
         self.seed = secrets.randbits(64) if seed is None else seed % 2**64
         self.prompt_token_ids = request.prompt_token_ids
+        bad_words = request.params.bad_word_ids
+        self._last_tokens = deque(request.output_token_ids, maxlen=max(map(len, bad_words), default=1) - 1)
+        """As many as bad words need."""
         self.output_counts = Counter(request.output_token_ids if request.params.has_penalties else ())
         stops = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:
@@ -67,6 +70,7 @@ class SamplingState:
             params.greedy
             and not params.has_penalties
             and not params.logit_bias
+            and not params.bad_word_ids
             and self.grammar is None
             and self.num_output >= params.min_tokens
         )
@@ -78,6 +82,16 @@ class SamplingState:
             self.grammar.accept(token_id)
         if self.params.has_penalties:
             self.output_counts[token_id] += 1
+        self._last_tokens.append(token_id)
+
+    def bad_tokens(self) -> list[int]:
+        """Return the tokens that would complete a bad word."""
+        last = tuple(self._last_tokens)
+        return [
+            word[-1]
+            for word in self.params.bad_word_ids
+            if len(word) == 1 or last[-(len(word) - 1) :] == word[:-1]
+        ]
 
 
 class HostCopies(Protocol):
@@ -184,7 +198,8 @@ def _choose(logits_V: torch.Tensor, state: SamplingState, allowed_V: torch.Tenso
 
 
 def _adjust(logits_V: torch.Tensor, state: SamplingState, allowed_V: torch.Tensor | None) -> torch.Tensor:
-    """Apply penalties and bias, leave the allowed tokens, and suppress stop tokens before min_tokens."""
+    """Apply penalties and bias, leave the allowed tokens, and suppress stop tokens before min_tokens and the
+    ends of bad words."""
     params = state.params
     logits_V = logits_V.clone()
     if params.repetition_penalty != 1.0:
@@ -203,6 +218,11 @@ def _adjust(logits_V: torch.Tensor, state: SamplingState, allowed_V: torch.Tenso
     if state.num_output < params.min_tokens:
         # A tokenizer may name an end token beyond this vocabulary.
         logits_V[[token_id for token_id in state.stop_ids if token_id < logits_V.shape[0]]] = -torch.inf
+    if bad := state.bad_tokens():
+        others_V = logits_V.index_fill(0, torch.tensor(bad, device=logits_V.device), -torch.inf)
+        # Where a grammar leaves nothing else, it comes first.
+        if others_V.max() > -torch.inf:
+            return others_V
     return logits_V
 
 

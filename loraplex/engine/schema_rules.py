@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+JSON_WHITESPACE: Final = r"[ \t\r\n]{0,32}"
+"""Whitespace between the tokens of JSON. It has an end: models without an idea of how to go on would write it
+up to max_tokens."""
+
 _CLASSES: Final = {"d": "0-9", "w": "0-9A-Za-z_"}
 _MANY_PARTS: Final = ("allOf", "if", "dependentSchemas", "unevaluatedProperties")
 _SAY_MORE: Final = ("additionalProperties", "patternProperties")

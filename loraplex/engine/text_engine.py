@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, cast
 
 from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexError
-from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, PhaseTimes, TokenLogprob
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.structured_output import StructuredOutput
 from loraplex.core.tenants import NO_TENANT
+from loraplex.engine.bad_words import bad_word_ids
 from loraplex.engine.grammars import check_structured_output
 from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.prompt_encoder import PromptEncoder
@@ -65,7 +67,8 @@ class TextDelta:
     `choice` counts through prompts × n: prompt `choice // n`. `num_sampled`: number of tokens the model
     generated: those in `token_ids`, and the stop token that is not part of the answer, `end_token_id`.
     `logprobs` may come later than their tokens, with the text they belong to. `stop`: the stop string or
-    token that ended the choice. `prompt_logprobs`: sent once, with the first delta, if requested.
+    token that ended the choice. `prompt_logprobs`: sent once, with the first delta, if requested. `times`:
+    likewise, of a traced request.
     """
 
     choice: int
@@ -79,6 +82,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     end_token_id: int | None = None
+    times: PhaseTimes | None = None
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -120,6 +124,9 @@ class TextEngine:
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CheckedPrompts:
         """Raise InvalidRequestError for anything that is known to be wrong before running."""
         check_token_ids(params, vocab_size=self.vocab_size)
+        if params.bad_words:
+            words = bad_word_ids(self.tokenizer, params.bad_words, vocab_size=self.vocab_size)
+            params = replace(params, bad_word_ids=words)
         _check_options(params, num_choices=len(prompts) * params.n)
         # Lengths first: checking the ids of a prompt that is far too long takes long.
         fitted = [self.check_length(len(prompt), params) for prompt in prompts]
@@ -127,11 +134,17 @@ class TextEngine:
             check_prompt(prompt, vocab_size=self.vocab_size)
         return CheckedPrompts(prompts=prompts, params=params, fitted=fitted)
 
-    async def check_structure(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError if no answer can look like what is asked for."""
-        wanted = params.structured_output
-        if wanted is not None:
-            await asyncio.to_thread(check_structured_output, wanted)
+    async def check_structure(self, params: SamplingParams, parts: Sequence[StructuredOutput] = ()) -> None:
+        """Raise InvalidRequestError if no answer can look like what is asked for, or no part of an answer
+        like one of these `parts`."""
+
+        def check(wanted: Sequence[StructuredOutput]) -> None:
+            for each in wanted:
+                check_structured_output(each)
+
+        whole = () if params.structured_output is None else (params.structured_output,)
+        if parts or whole:
+            await asyncio.to_thread(check, (*parts, *whole))
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> SamplingParams:
         """Return the options with `max_tokens` set. Raise ContextLengthError if a prompt of this length and
@@ -145,22 +158,32 @@ class TextEngine:
         adapter: str | None,
         request_id: str,
         output_token_ids: tuple[int, ...] = (),
+        shown_ids: frozenset[int] = frozenset(),
         tenant: str = NO_TENANT,
         priority: int = 0,
         cache_salt: str = "",
+        slo_ttft_s: float | None = None,
+        traceparent: str = "",
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
-        beginning of each answer, generated elsewhere; stop strings that begin in it are not found. `tenant`,
-        `priority`, `cache_salt`: see EngineRequest.
+        beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
+        `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`,
+        `slo_ttft_s`, `traceparent`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
-        requests = self._expand(checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt)
-        choices = (_Choice(n, self.tokenizer, request, stops) for n, request in enumerate(requests))
+        requests: Iterator[EngineRequest] = self._expand(
+            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
+        )
+        if traceparent:
+            requests = (replace(each, traceparent=traceparent) for each in requests)
+        choices = (
+            _Choice(n, self.tokenizer, request, stops, shown_ids) for n, request in enumerate(requests)
+        )
         return self._run_one(next(choices)) if checked.num_choices == 1 else self._run_many(choices)
 
     def _expand(
@@ -172,6 +195,7 @@ class TextEngine:
         tenant: str,
         priority: int,
         cache_salt: str,
+        slo_ttft_s: float | None,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -190,6 +214,7 @@ class TextEngine:
                     tenant=tenant,
                     priority=priority,
                     cache_salt=cache_salt,
+                    slo_ttft_s=slo_ttft_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
@@ -243,7 +268,12 @@ class _Choice:
     """The text state of one engine request."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, request: EngineRequest, stops: StopStrings | None
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        request: EngineRequest,
+        stops: StopStrings | None,
+        shown_ids: frozenset[int],
     ) -> None:
         self.request = request
         self._index = index
@@ -252,7 +282,9 @@ class _Choice:
         params = request.params
         self._with_logprobs = params.logprobs is not None
         before = [*request.prompt_token_ids, *request.output_token_ids]
-        self._detokenizer = tokenizer.detokenizer(before, with_offsets=self._with_logprobs)
+        self._detokenizer = tokenizer.detokenizer(
+            before, with_offsets=self._with_logprobs, shown_ids=shown_ids
+        )
         self._num_shown_chars = 0
         self._unshown: list[TokenLogprob] = []
         self._offsets: list[int] = []
@@ -296,6 +328,7 @@ class _Choice:
             finish_reason=finish_reason,
             stop=stop,
             end_token_id=end_token_id,
+            times=output.times,
         )
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None, int]:

@@ -63,12 +63,26 @@ class Tokenizer:
         """Bytes of the longest token, if every byte of a text becomes part of a token; otherwise None."""
         return self.pieces.longest_piece_bytes()
 
+    @cached_property
+    def template_text(self) -> str:
+        """The source of the chat template, or of all of them where a model has several; empty if it has
+        none."""
+        template = self._hf.chat_template or ""
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
     @property
     def template_knows_tools(self) -> bool:
-        """Return whether the chat template handles tools; one that does not would drop their calls."""
-        template = self._hf.chat_template
-        sources = template.values() if isinstance(template, dict) else [template]
-        return any("tool" in str(source) for source in sources)
+        """Return whether the chat template handles calls; one that does not would drop them."""
+        return "tool" in self.template_text
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a text that was added to the vocabulary as one token; None if it was not."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode_many([text], add_special_tokens=add_special_tokens)[0]
@@ -89,9 +103,28 @@ class Tokenizer:
         texts = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(texts[0])
 
-    def detokenizer(self, context: Sequence[int] = (), *, with_offsets: bool = False) -> Detokenizer:
-        """Return an incremental decoder for tokens that continue `context`."""
-        return self.pieces.detokenizer(context, with_offsets=with_offsets)
+    def detokenizer(
+        self,
+        context: Sequence[int] = (),
+        *,
+        with_offsets: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """Return an incremental decoder for tokens that continue `context`. `shown_ids`: special tokens whose
+        names are part of the text."""
+        return self.pieces.detokenizer(context, with_offsets=with_offsets, shown_ids=shown_ids)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The special tokens by name, which templates may use."""
+        return dict(self._hf.special_tokens_map)
+
+    def check_template_options(self, options: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for names that belong to the rendering call itself."""
+        if reserved := sorted(options.keys() & _reserved_options(self._hf)):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not hold {reserved[0]!r}", param="chat_template_kwargs"
+            )
 
     def render_chat(
         self,
@@ -99,6 +132,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the prompt text of a conversation, rendered with the model's own template."""
         if not self.has_chat_template:
@@ -114,14 +148,12 @@ class Tokenizer:
                 param="messages",
             )
         options = dict(template_options or {})
-        if reserved := sorted(options.keys() & _reserved_options(self._hf)):
-            raise InvalidRequestError(
-                f"chat_template_kwargs may not hold {reserved[0]!r}", param="chat_template_kwargs"
-            )
+        self.check_template_options(options)
         try:
             return str(
                 self._hf.apply_chat_template(
                     [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **options,

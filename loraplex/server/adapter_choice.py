@@ -11,6 +11,7 @@ from pathlib import Path
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.remote import RemoteSource
 from loraplex.adapters.rollout import NO_OTHERS, Rollout, VersionRef, moved_on
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
@@ -20,17 +21,16 @@ from loraplex.core.errors import (
     PathNotAllowedError,
     UserError,
 )
-from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.served_adapter import ServedAdapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenAdapter:
-    """An adapter the server is started with: its folder, or a repository of the hub."""
+    """An adapter the server is started with: its folder, or a remote source."""
 
     name: str
-    source: Path | HubRepo
+    source: Path | RemoteSource
 
 
 class RequestedBy(Enum):
@@ -48,8 +48,8 @@ class RequestedBy(Enum):
 class Candidate:
     """A name to serve, and the adapter that may be served under it.
 
-    `spec` is None if the files must be read (again), and an error if they cannot be read. `repo` is the
-    repository to fetch first; `source` is the repository and commit that `path` was fetched from.
+    `spec` is None if the files must be read (again), and an error if they cannot be read. `remote` is
+    what to fetch first; `source` is the remote source with the revision that `path` was fetched from.
     `registered` is the registry's entry for this name, which may be a different adapter. `is_kept`: that
     entry stays registered, because the API loaded it or other servers serve it.
     """
@@ -60,8 +60,8 @@ class Candidate:
     spec: AdapterSpec | UserError | None
     registered: RegistryEntry | None
     is_kept: bool
-    repo: HubRepo | None = None
-    source: HubRepo | None = None
+    remote: RemoteSource | None = None
+    source: RemoteSource | None = None
 
     @property
     def is_checked(self) -> bool:
@@ -75,11 +75,11 @@ class Candidate:
         if entry is None or not self.is_kept:
             return Origin.FOLDER
         is_same = self.requested_by is RequestedBy.API or entry.spec.path == self.path
-        return entry.origin if is_same or _is_of_repo(entry, self.source) else None
+        return entry.origin if is_same or _is_of(entry, self.source) else None
 
     @property
     def where(self) -> str:
-        return str(self.source or self.repo or self.path)
+        return str(self.source or self.remote or self.path)
 
     @property
     def rollout(self) -> Rollout:
@@ -173,12 +173,12 @@ def _is_same(remembered: Candidate, given: Candidate | None) -> bool:
     assert entry is not None, "that is where it is remembered"
     if given is None:
         return False
-    is_branch = entry.origin is Origin.FOLDER and _is_of_repo(entry, given.repo)  # the API pins a commit
+    is_branch = entry.origin is Origin.FOLDER and _is_of(entry, given.remote)  # the API pins a commit
     return is_branch or given.where == remembered.where
 
 
-def _is_of_repo(entry: RegistryEntry, repo: HubRepo | None) -> bool:
-    return repo is not None and entry.source is not None and entry.source.repo_id == repo.repo_id
+def _is_of(entry: RegistryEntry, remote: RemoteSource | None) -> bool:
+    return remote is not None and entry.source is not None and entry.source.place == remote.place
 
 
 def note_on_fallback(
@@ -212,7 +212,7 @@ def _remembered(service: AdapterService, entry: RegistryEntry) -> Candidate:
     """Return the candidate for a kept registry entry, with an error as its spec if it may not be served."""
     candidate = candidate_of(entry.name, entry.spec.path, RequestedBy.API, entry, is_kept=True)
     if entry.source is not None:
-        return _remembered_of_hub(service, candidate, entry.source)
+        return _remembered_remote(service, candidate, entry.source)
     try:
         service.files.allowed.check(entry.spec.path)
     except PathNotAllowedError:
@@ -224,26 +224,26 @@ def _remembered(service: AdapterService, entry: RegistryEntry) -> Candidate:
     return candidate
 
 
-def _remembered_of_hub(service: AdapterService, candidate: Candidate, source: HubRepo) -> Candidate:
-    """Return the candidate for the commit that was loaded then, fetched again only if the cache has lost
+def _remembered_remote(service: AdapterService, candidate: Candidate, source: RemoteSource) -> Candidate:
+    """Return the candidate for the revision that was loaded then, fetched again only if the cache has lost
     it."""
     candidate = replace(candidate, source=source)
     try:
-        service.files.hub.allowed.check(source)
+        service.files.remote.allowed.check(source)
     except PathNotAllowedError:
         closed = PathNotAllowedError(
-            f"{source.repo_id} is no repository that adapters may be fetched from; start the server with "
-            f"--allow-adapter-repo {source.repo_id} to serve it again, or unload it"
+            f"{source.place} is no repository that adapters may be fetched from; start the server with "
+            f"--allow-adapter-repo {source.place} to serve it again, or unload it"
         )
         return replace(candidate, spec=closed)
-    return replace(candidate, repo=source) if candidate.spec is None else candidate
+    return replace(candidate, remote=source) if candidate.spec is None else candidate
 
 
 def _given(given: GivenAdapter, entry: RegistryEntry | None, *, is_kept: bool) -> Candidate:
     if isinstance(given.source, Path):
         return candidate_of(given.name, given.source.resolve(), RequestedBy.OPTION, entry, is_kept=is_kept)
     # The folder is known only after the download.
-    unknown = Path(given.source.repo_id)
+    unknown = Path(given.source.place)
     return Candidate(
         name=given.name,
         path=unknown,
@@ -251,7 +251,7 @@ def _given(given: GivenAdapter, entry: RegistryEntry | None, *, is_kept: bool) -
         spec=None,
         registered=entry,
         is_kept=is_kept,
-        repo=given.source,
+        remote=given.source,
     )
 
 

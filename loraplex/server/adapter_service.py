@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -43,10 +43,12 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
 from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
 from loraplex.server.errors import BusyError, NotServedError
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.registered_names import RegisteredNames
 from loraplex.server.registry_follower import RegistryFollower
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.tenants.access import UNRESTRICTED, Access
+from loraplex.server.tenants.tenants_file import LoadSources
 from loraplex.server.version_use import Lease, VersionUse
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class AdapterService:
         registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
-        hub: HubAdapters | None = None,
+        remote: RemoteAdapters | None = None,
         known_as: frozenset[str] | None = None,
         alias: str | None = None,
         stages_new: bool = False,
@@ -113,7 +115,7 @@ class AdapterService:
         self.files = AdapterFiles(
             shape=shape,
             allowed=allowed,
-            hub=hub or HubAdapters(),
+            remote=remote or RemoteAdapters(),
             known_as=base_names(base_model) if known_as is None else known_as,
         )
         self.registered = RegisteredNames(registry)
@@ -152,23 +154,23 @@ class AdapterService:
         adapter = self._served.get(name)
         return None if adapter is None or adapter.canary is None else adapter.canary.version
 
-    def find(self, model: str) -> ServedAdapter | None:
+    def find(self, model: str, access: Access = UNRESTRICTED) -> ServedAdapter | None:
         """Return the adapter that `model` means, by its own name or as `base:adapter`; None means the base
-        model."""
-        if model in (self.base_model, self._alias):
+        model. Models that `access` may not use are not there for it."""
+        if model in (self.base_model, self._alias) and access.uses_base:
             return None
         adapter = self._served.get(model)
         for base in (self.base_model, self._alias):
             if adapter is None and base is not None:
                 adapter = self._served.get(model.removeprefix(f"{base}:"))
-        if adapter is None:
-            raise self._unknown(model)
+        if adapter is None or not access.uses(adapter.name):
+            raise self._unknown(model, access)
         return adapter
 
-    def lease(self, model: str, *, key: str) -> Lease:
+    def lease(self, model: str, *, key: str, access: Access = UNRESTRICTED) -> Lease:
         """Lease the version for a request that names `model`. If the name has a canary, `key` decides which
-        of the two versions answers."""
-        adapter = self.find(model)
+        of the two versions answers. `access`: see `find`."""
+        adapter = self.find(model, access)
         if adapter is None:
             return Lease(name=None, version=None, use=None)
         version = adapter.version_for(key)
@@ -182,9 +184,11 @@ class AdapterService:
         *,
         replace: bool,
         canary_share: float | None = None,
+        sources: LoadSources | None = None,
         on_staged: OnStaged = lambda version: None,
     ) -> ServedAdapter:
-        """Serve the adapter in a folder, or of a hub repository, under a name.
+        """Serve the adapter in a folder, or of a remote source, under a name. `sources`: it must be there;
+        None for anything that the server has opened.
 
         It is registered when this returns; nothing is changed before all its files were fetched and read.
         With `replace` a served name switches to the new version at once after staging, while requests in
@@ -197,7 +201,7 @@ class AdapterService:
             if canary_share is not None:
                 self._check_follows(name)
             self._check_load(name, before, replace=replace, canary_share=canary_share)
-            found = await self.files.read(path)
+            found = await self.files.read(path, sources)
             if before is None:
                 after = ServedAdapter(name=name, spec=found.spec, source=found.source)
             elif canary_share is None:
@@ -211,40 +215,52 @@ class AdapterService:
                 logger.warning("adapter %r: %s", name, other_base_warning(found.other_base, self.base_model))
             return after
 
-    async def promote(self, name: str, *, on_staged: OnStaged = lambda version: None) -> ServedAdapter:
+    async def promote(
+        self, name: str, *, access: Access = UNRESTRICTED, on_staged: OnStaged = lambda version: None
+    ) -> ServedAdapter:
         """Make a name's canary its version, which answers all requests from now on."""
         async with self.follower.change(name):
             self._check_follows(name)
-            before = self._find_served(name)
+            before = self._find_served(name, access)
             after = before.promoted()
             assert before.canary is not None, "one without was refused"
             register = partial(self.registered.put, after, Origin.API)
             return await self._move(before, after, [before.canary.adapter], on_staged, register)
 
-    async def abort(self, name: str) -> ServedAdapter:
+    async def abort(self, name: str, *, access: Access = UNRESTRICTED) -> ServedAdapter:
         """End the trial of a name's canary; its requests in flight finish on it. This also covers a canary
         that is only registered because the engine here refused it."""
         async with self.follower.change(name):
-            before = self._find_served(name)
+            before = self._find_served(name, access)
             after = before if self.registered.is_trial_missing(before) else before.aborted()
             await self.registered.put(after, None)
             return self._point(after)
 
     async def roll_back(
-        self, name: str, version: str | None = None, *, on_staged: OnStaged = lambda version: None
+        self,
+        name: str,
+        version: str | None = None,
+        *,
+        access: Access = UNRESTRICTED,
+        on_staged: OnStaged = lambda version: None,
     ) -> ServedAdapter:
         """Make a name stand for its previous version, or for the earlier one whose hash starts with
         `version`. Its files are read again and must be unchanged."""
         async with self.follower.change(name):
             self._check_follows(name)
-            before = self._find_served(name)
+            before = self._find_served(name, access)
             found = await self.files.read_again(before.find_previous(version))
             after = before.rolled_back_to(found)
             register = partial(self.registered.put, after, Origin.API)
             return await self._move(before, after, [found], on_staged, register)
 
     async def unload(
-        self, name: str, *, drain_timeout_s: float, on_removed: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        *,
+        drain_timeout_s: float,
+        access: Access = UNRESTRICTED,
+        on_removed: Callable[[], None] = lambda: None,
     ) -> bool:
         """Stop serving a name, at once for new requests. A name that is only registered is removed there.
 
@@ -257,7 +273,7 @@ class AdapterService:
             was_left_out = self.left_out.pop(name, None) is not None
             adapter = self._served.pop(name, None)
             if adapter is None and not was_registered and not was_left_out:
-                raise self._not_loaded(name)
+                raise self._not_loaded(name, access)
             on_removed()
         return adapter is None or await self._drain(adapter.versions, drain_timeout_s)
 
@@ -296,11 +312,11 @@ class AdapterService:
     def check_name(self, name: str) -> None:
         """Raise InvalidRequestError unless an adapter may have this name."""
         validate_adapter_name(name, param="lora_name")
-        if name == self.base_model:
+        if name in (self.base_model, self._alias):
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:
-        self.files.hub.close()
+        self.files.remote.close()
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
@@ -400,13 +416,14 @@ class AdapterService:
         blocked."""
         return self._locks.setdefault(version, asyncio.Lock())
 
-    def _unknown(self, model: str) -> UnknownModelError:
+    def _unknown(self, model: str, access: Access) -> UnknownModelError:
         shown = model if len(model) <= MAX_NAME_CHARS else f"{model[:MAX_NAME_CHARS]}…"
         prefix = f"{self.base_model}:"
         near = []
         if model.startswith(prefix):
-            near = [prefix + name for name in _near(model.removeprefix(prefix), self._served)]
-        near = near or _near(model, [self.base_model, *self._served])
+            near = [prefix + name for name in _near(model.removeprefix(prefix), self._served, access.uses)]
+        bases = [self.base_model] if access.uses_base else []
+        near = near or _near(model, self._served, access.uses, bases)
         hint = _did_you_mean(near) or "; GET /v1/models lists what is served"
         return UnknownModelError(f"the model {shown!r} does not exist{hint}")
 
@@ -434,18 +451,18 @@ class AdapterService:
                 param="lora_name",
             )
 
-    def _find_served(self, name: str) -> ServedAdapter:
+    def _find_served(self, name: str, access: Access) -> ServedAdapter:
         adapter = self._served.get(name)
         if adapter is None:
-            raise self._not_loaded(name)
+            raise self._not_loaded(name, access)
         return adapter
 
-    def _not_loaded(self, name: str) -> LoraplexError:
+    def _not_loaded(self, name: str, access: Access) -> LoraplexError:
         if name == self.base_model:
             return InvalidRequestError(
                 f"{name!r} is the base model, which has no versions and cannot be unloaded", param="lora_name"
             )
-        near = _near(name, self._served)
+        near = _near(name, self._served, access.sees)
         hint = _did_you_mean(near) or "; GET /v1/adapters lists those that are"
         return NotServedError(f"the adapter {name!r} is not loaded{hint}")
 
@@ -454,11 +471,14 @@ async def _registered_already() -> None:
     """Register nothing: the server that made the change has registered it."""
 
 
-def _near(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names most similar to `name`, the nearest first."""
+def _near(
+    name: str, adapters: Iterable[str], is_visible: Callable[[str], bool], others: Iterable[str] = ()
+) -> list[str]:
+    """Return the names most similar to `name`, the nearest first, of visible adapters and of `others`."""
     if len(name) > MAX_NAME_CHARS:
         return []
-    return difflib.get_close_matches(name, list(islice(known, _MAX_NAMES_COMPARED)), n=3)
+    known = islice(chain(others, filter(is_visible, adapters)), _MAX_NAMES_COMPARED)
+    return difflib.get_close_matches(name, list(known), n=3)
 
 
 def _did_you_mean(near: Sequence[str]) -> str:

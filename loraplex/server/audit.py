@@ -133,5 +133,6 @@ def _log(
             reason=reason,
             client=record.client,
             key=record.key_kind,
+            tenant=record.tenant,
         ),
     )

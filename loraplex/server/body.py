@@ -151,6 +151,15 @@ def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
         raise InvalidRequestError("the body is nested too deeply") from None
 
 
+def read_query(request: Request, kind: type[T]) -> T:
+    """Decode the query of a URL; parameters that are unknown have no effect. Raises InvalidRequestError."""
+    known = {name: text for name, text in request.query_params.items() if name in kind.__struct_fields__}
+    try:
+        return msgspec.convert(known, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind) from None
+
+
 def _json_hint(body: bytes | bytearray, message: str) -> str:
     """Return a hint at what is probably wrong. `message`: the decoder's error, with the position it stopped
     at."""

@@ -8,26 +8,30 @@ from pathlib import Path
 
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
+from loraplex.adapters.remote import RemoteSource
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, UserError
-from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_choice import Candidate, candidate_of
 from loraplex.server.adapter_service import AdapterService, ToServe
 
 
 def fetch_missing(service: AdapterService, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Fetch all repositories at once. A candidate whose download failed has the error as its spec."""
-    fetched = iter(service.files.hub.fetch_many([each.repo for each in candidates if each.repo is not None]))
-    return [each if each.repo is None else _fetched(each, each.repo, next(fetched)) for each in candidates]
+    """Fetch all remote sources at once. A candidate whose download failed has the error as its spec."""
+    fetched = iter(
+        service.files.remote.fetch_many([each.remote for each in candidates if each.remote is not None])
+    )
+    return [
+        each if each.remote is None else _fetched(each, each.remote, next(fetched)) for each in candidates
+    ]
 
 
-def _fetched(candidate: Candidate, repo: HubRepo, result: Path | AdapterError) -> Candidate:
+def _fetched(candidate: Candidate, remote: RemoteSource, result: Path | AdapterError) -> Candidate:
     if isinstance(result, AdapterError):
         return replace(candidate, spec=result)
     found = candidate_of(
         candidate.name, result, candidate.requested_by, candidate.registered, is_kept=candidate.is_kept
     )
-    return replace(found, source=repo.at(result.name))
+    return replace(found, source=remote.at(result.name))
 
 
 def read_missing(service: AdapterService, candidates: Sequence[Candidate]) -> list[AdapterSpec | UserError]:
@@ -57,7 +61,7 @@ class FindAgain:
         candidate = self._candidate
         if isinstance(candidate.spec, AdapterSpec) and not files_unchanged(candidate.spec):
             candidate = replace(candidate, spec=None)
-        stamp = None if candidate.repo is not None else _stamp(candidate.path)
+        stamp = None if candidate.remote is not None else _stamp(candidate.path)
         if candidate.spec is None and self._failed is not None and stamp == self._failed[1]:
             raise self._failed[0]
         [fetched] = fetch_missing(self._service, [candidate])
@@ -65,7 +69,7 @@ class FindAgain:
         if isinstance(spec, UserError):
             self._failed = None if stamp is None else (spec, stamp)
             raise spec
-        self._candidate = replace(fetched, spec=spec, repo=None)
+        self._candidate = replace(fetched, spec=spec, remote=None)
         return ToServe(adapter=fetched.served_as(spec), canary=fetched.rollout.canary, origin=fetched.origin)
 
 

@@ -75,9 +75,11 @@ class UserMessage(_TextMessage, kw_only=True, tag="user"):
 
 
 class AssistantMessage(_Message, kw_only=True, tag="assistant"):
-    """A message with text, tool calls, or both."""
+    """A message with text, tool calls, or both. Its reasoning, by either name, is the template's to show."""
 
     content: Content | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: None = None
 
@@ -115,6 +117,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                 raise InvalidRequestError(
                     f"{where} is missing; an assistant has content or tool_calls", param=where
                 )
+            if reasoning := message.reasoning_content or message.reasoning:
+                fields["reasoning_content"] = reasoning
             if message.tool_calls:
                 fields["tool_calls"] = _template_calls(message.tool_calls, index)
                 tool_names |= {call.id: call.function.name for call in message.tool_calls}

@@ -4,15 +4,15 @@ echoed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
 from loraplex.engine.text_engine import LogprobText, TextDelta
 from loraplex.server.generation import ChoiceResult, head_bytes
-from loraplex.server.logprobs import completion_logprobs
-from loraplex.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from loraplex.server.logprobs import completion_logprobs, prompt_logprobs
+from loraplex.server.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 
 _encode = msgspec.json.Encoder().encode
 
@@ -33,7 +33,8 @@ class CompletionFormat:
 
     `echo` holds each prompt if it is to be repeated, else it is None. `prompt_only` drops generated text:
     with echo and max_tokens 0 only the prompt is wanted. `prompt_ids` holds the prompts' tokens if the answer
-    is to have token ids. `logprobs_by_id` names tokens by their ids.
+    is to have token ids. `logprobs_by_id` names tokens by their ids. `num_top`: likeliest tokens of echoed
+    ones; `num_prompt_top`: those of `prompt_logprobs`, None without that field.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class CompletionFormat:
         prompt_only: bool,
         prompt_ids: Sequence[Sequence[int]] | None = None,
         logprobs_by_id: bool = False,
+        num_top: int | None = None,
+        num_prompt_top: int | None = None,
     ) -> None:
         self._id, self._created, self._model = request_id, created, model
         self._with_logprobs = with_logprobs
@@ -57,6 +60,7 @@ class CompletionFormat:
         self._prompt_only = prompt_only
         self._prompt_ids = prompt_ids
         self._logprobs_by_id = logprobs_by_id
+        self._num_top, self._num_prompt_top = num_top, num_prompt_top
         self._head = head_bytes(
             {"id": request_id, "object": "text_completion", "created": created, "model": model}
         )
@@ -83,7 +87,11 @@ class CompletionFormat:
     def _choice(self, index: int, result: ChoiceResult) -> CompletionChoice:
         logprobs = None
         if self._with_logprobs:
-            logprobs = self._logprobs(index, result.prompt_logprobs or (), result.logprobs)
+            echoed = () if self._echo is None else result.prompt_logprobs or ()
+            logprobs = self._logprobs(index, echoed, result.logprobs)
+        of_prompt: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+        if self._num_prompt_top is not None:
+            of_prompt = prompt_logprobs(result.prompt_logprobs or (), self._num_prompt_top)
         return CompletionChoice(
             index=index,
             text=self._prompt(index).text + ("" if self._prompt_only else result.text),
@@ -92,6 +100,7 @@ class CompletionFormat:
             stop_reason=None if self._prompt_only else result.stop,
             prompt_token_ids=msgspec.UNSET if self._prompt_ids is None else self._ids_of_prompt(index),
             token_ids=msgspec.UNSET if self._prompt_ids is None else self._ids_of_answer(result.sampled_ids),
+            prompt_logprobs=of_prompt,
         )
 
     def _ids_of_prompt(self, choice: int) -> list[int]:
@@ -112,23 +121,24 @@ class CompletionFormat:
         if self._prompt_only:
             entries = ()
         offsets += [len(prompt.text) + (entry.offset or 0) for entry in entries]
-        return completion_logprobs([*prompt_entries, *entries], offsets, by_token_id=self._logprobs_by_id)
+        shown = [replace(entry, top=entry.top[: self._num_top]) for entry in prompt_entries]
+        return completion_logprobs([*shown, *entries], offsets, by_token_id=self._logprobs_by_id)
 
     def _rich_chunk(self, delta: TextDelta) -> bytes:
         text = "" if self._prompt_only else delta.text
-        prompt_logprobs: Sequence[LogprobText] = ()
+        echoed: Sequence[LogprobText] = ()
         ids = b""
         if self._prompt_ids is not None:
             ids = b',"token_ids":%b' % _encode(self._ids_of_answer(delta.sampled_ids))
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             text = self._prompt(delta.choice).text + text
-            prompt_logprobs = delta.prompt_logprobs or ()
+            echoed = delta.prompt_logprobs or ()
             if self._prompt_ids is not None:
                 ids += b',"prompt_token_ids":%b' % _encode(self._ids_of_prompt(delta.choice))
         logprobs, num_entries = b"null", 0
         if self._with_logprobs:
-            written = self._logprobs(delta.choice, prompt_logprobs, delta.logprobs)
+            written = self._logprobs(delta.choice, echoed, delta.logprobs)
             logprobs, num_entries = _encode(written), len(written.tokens)
         if not (text or num_entries or ids or delta.finish_reason is not None):
             return b""

@@ -82,6 +82,10 @@ class QueueFullError(UserError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaError(QueueFullError):
+    """The sender's tenant has reached one of its limits."""
+
+
 class BusyError(UserError):
     """The server is busy: it has too many request bodies or connections, or could not stage a version in
     time."""

@@ -17,6 +17,7 @@ from loraplex.server.auth import Administrators
 from loraplex.server.body import BodyReader
 from loraplex.server.engine_status import Fleet
 from loraplex.server.fleet.given_placement import GivenPlacement
+from loraplex.server.fleet.kept_placement import PlacementFile
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import LeaveRequest, PlacementRequest, ReplicaRequest, ScaleRequest
@@ -33,13 +34,19 @@ def fleet_router(
     administrators: Administrators,
     bodies: BodyReader,
     clock: Clock,
+    placement_file: PlacementFile | None = None,
 ) -> APIRouter:
+    """Return the routes. `placement_file`: keeps the placement that the fleet is given, and is taken up now;
+    None keeps it nowhere."""
     router = APIRouter()
-    _add_placement(router, GivenPlacement(fleet, adapters), administrators, bodies, clock)
+    placement = GivenPlacement(fleet, adapters, placement_file)
+    placement.take_up()
+    _add_placement(router, placement, administrators, bodies, clock)
 
-    @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401,)))
-    async def replicas() -> Response:
-        return json_response(_list(fleet, adapters))
+    @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401, 403)))
+    async def replicas(request: Request) -> Response:
+        administrators.require_operator(request.scope)
+        return json_response(_list(fleet, adapters, placement))
 
     def add(
         path: str, summary: str, body_type: type[R], change: Callable[[R], Awaitable[None] | None]
@@ -47,13 +54,14 @@ def fleet_router(
         @router.post(path, **operation(summary=summary, body=body_type, answer=ReplicaList, errors=_ERRORS))
         async def changed(request: Request) -> Response:
             administrators.require(request.scope)
+            administrators.require_operator(request.scope)
             async with bodies.read(request, body_type) as body:
                 pass
             asked = msgspec.to_builtins(body)
             with audited_replicas(request.scope, clock, **asked):
                 if (changing := change(body)) is not None:
                     await changing
-            return json_response(_list(fleet, adapters))
+            return json_response(_list(fleet, adapters, placement))
 
     add(
         "/v1/fleet/drain",
@@ -91,9 +99,10 @@ def _add_placement(
 ) -> None:
     @router.get(
         _PLACEMENT_PATH,
-        **operation(summary="List where adapters are served", answer=Placement, errors=(401, 503)),
+        **operation(summary="List where adapters are served", answer=Placement, errors=(401, 403, 503)),
     )
-    async def placed() -> Response:
+    async def placed(request: Request) -> Response:
+        administrators.require_operator(request.scope)
         return json_response(placement.state())
 
     @router.put(
@@ -107,11 +116,12 @@ def _add_placement(
     )
     async def give(request: Request) -> Response:
         administrators.require(request.scope)
+        administrators.require_operator(request.scope)
         async with bodies.read(request, PlacementRequest) as body:
             with audited_replicas(
                 request.scope, clock, adapters=len(body.adapters), dry_run=body.dry_run or None
             ):
-                placement.give(body)
+                await placement.give(body)
         return json_response(placement.state())
 
     @router.delete(
@@ -122,30 +132,40 @@ def _add_placement(
     )
     async def release(request: Request) -> Response:
         administrators.require(request.scope)
+        administrators.require_operator(request.scope)
         with audited_replicas(request.scope, clock):
-            placement.release()
+            await placement.release()
         return json_response(placement.state())
 
 
-def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:
+def _list(fleet: Fleet, adapters: AdapterService, placement: GivenPlacement) -> ReplicaList:
     return ReplicaList(
-        left_out=[LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()],
-        data=[
-            ReplicaInfo(
-                replica=each.number,
-                state=each.status.state.value,
-                message=each.status.message,
-                drained=each.drained,
-                in_flight=each.num_in_flight,
-                sent=each.num_sent,
-                placed=each.num_placed,
-                refused=each.num_refused,
-                brought=each.num_brought,
-                migrated=each.num_migrated,
-                restarts=each.status.num_restarts,
-                pid=each.status.pid,
-                node=each.status.node,
-            )
-            for each in fleet.replicas
-        ],
+        left_out=left_out_infos(adapters),
+        data=replica_infos(fleet),
+        plan=placement.applied(),
     )
+
+
+def left_out_infos(adapters: AdapterService) -> list[LeftOutInfo]:
+    return [LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()]
+
+
+def replica_infos(fleet: Fleet) -> list[ReplicaInfo]:
+    return [
+        ReplicaInfo(
+            replica=each.number,
+            state=each.status.state.value,
+            message=each.status.message,
+            drained=each.drained,
+            in_flight=each.num_in_flight,
+            sent=each.num_sent,
+            placed=each.num_placed,
+            refused=each.num_refused,
+            brought=each.num_brought,
+            migrated=each.num_migrated,
+            restarts=each.status.num_restarts,
+            pid=each.status.pid,
+            node=each.status.node,
+        )
+        for each in fleet.replicas
+    ]

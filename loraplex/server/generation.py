@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.request import FinishReason
+from loraplex.core.tenants import NO_TENANT
 from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
@@ -25,6 +26,7 @@ from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
 from loraplex.server.request_log import part_sender, request_record
 from loraplex.server.responses import PromptTokensDetails, Usage
+from loraplex.server.tenants.account import Spending
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
@@ -81,7 +83,8 @@ class AnswerFormat(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
-    the beginning of the answer, generated elsewhere."""
+    the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
+    text. `tenant`, `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest."""
 
     request_id: str
     checked: CheckedPrompts
@@ -90,6 +93,11 @@ class Generation:
     include_usage: bool
     prompt_only: bool = False
     output_token_ids: tuple[int, ...] = ()
+    shown_ids: frozenset[int] = frozenset()
+    tenant: str = NO_TENANT
+    priority: int = 0
+    cache_salt: str = ""
+    slo_ttft_s: float | None = None
 
 
 class GenerationResponse(Response):
@@ -109,6 +117,7 @@ class GenerationResponse(Response):
         answer_format: AnswerFormat,
         meter: RequestMeter,
         ticket: WaitingTicket,
+        spending: Spending | None,
         pacer: Pacer,
         is_resampled: Callable[[str], bool],
     ) -> None:
@@ -118,11 +127,15 @@ class GenerationResponse(Response):
         self._format = answer_format
         self._meter = meter
         self._ticket = ticket
+        self._spending = spending
         self._pacer = pacer
         self._usage = _UsageCount(generation, is_resampled)
+        self._traceparent = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_record(scope).begin(self._generation.request_id, self._meter, self._usage.total)
+        record = request_record(scope)
+        record.begin(self._generation.request_id, self._meter, self._usage.total)
+        self._traceparent = "" if record.trace is None else record.trace.traceparent
         is_stream = self._generation.stream
         work = self._send_stream(scope, send) if is_stream else self._send_whole(scope, receive, send)
         try:
@@ -133,6 +146,9 @@ class GenerationResponse(Response):
             self._meter.fail(error)
             raise
         finally:
+            if self._spending is not None:
+                has_failed = self._meter.failure is not None
+                self._spending.close(is_complete=self._meter.is_complete, is_refused=has_failed)
             self._meter.close()
             self._ticket.close()
             self._generation.lease.release()
@@ -144,6 +160,12 @@ class GenerationResponse(Response):
             adapter=job.lease.version,
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
+            shown_ids=job.shown_ids,
+            tenant=job.tenant,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            slo_ttft_s=job.slo_ttft_s,
+            traceparent=self._traceparent,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:
@@ -152,6 +174,8 @@ class GenerationResponse(Response):
         if deltas:
             self._meter.on_batch(deltas)
             self._usage.add(deltas)
+            if self._spending is not None and not self._generation.prompt_only:
+                self._spending.generated(sum(delta.num_sampled for delta in deltas))
             if self._ticket.waits:
                 for delta in deltas:
                     self._ticket.started(delta.choice)

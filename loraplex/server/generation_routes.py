@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter
@@ -17,23 +18,32 @@ from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
+from loraplex.fleet.waiting_room import Caller
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
+from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
+from loraplex.server.errors import describe
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
+from loraplex.server.tenants.access import access_of
+from loraplex.server.tenants.account import Spending
+from loraplex.server.tool_calls.call_ids import with_accepted_ids
+from loraplex.server.tool_calls.tool_use import ToolUse
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
 # Prompts × n of one request; each becomes a separate engine request.
 MAX_CHOICES_PER_REQUEST: Final = 2048
 _ERRORS: Final = (401, 404, 429, 500, 503)
+_NOT_COUNTED: Final = frozenset({429, *range(500, 600)})
+"""Statuses of answers that do not count against a tenant's limits."""
 
 
 def generation_router(deps: ServerDeps) -> APIRouter:
@@ -76,10 +86,41 @@ def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
     If the name has a canary, a user named by the request is always answered by the same version.
     """
     record = request_record(request.scope)
-    record.ask(body.model)
-    lease = deps.adapters.lease(body.model, key=body.user or body.safety_identifier or record.request_id)
+    if access_of(request.scope).account is None:
+        record.late_headers = deps.waiting.headers
+    name = _model_name(deps, body)
+    record.ask(name)
+    key = body.user or body.safety_identifier or record.request_id
+    lease = deps.adapters.lease(name, key=key, access=access_of(request.scope))
     record.version = lease.version
     return lease
+
+
+def _model_name(deps: ServerDeps, body: SamplingFields) -> str:
+    """Return the model that a request names. LoRAX's clients name an adapter beside the base model."""
+    if not body.adapter_id:
+        return body.model
+    if body.model not in ("", deps.adapters.base_model, body.adapter_id):
+        raise InvalidRequestError(
+            f"model is {body.model!r} and adapter_id {body.adapter_id!r}; send one of them as "
+            f"both, or the base model {deps.adapters.base_model!r} as model",
+            param="adapter_id",
+        )
+    return body.adapter_id
+
+
+def _cut(prompt: list[int], body: SamplingFields, params: SamplingParams, text: TextEngine) -> list[int]:
+    """Return the last tokens of a prompt, as many as the request wants of it; with -1, as fit the context
+    beside its answer."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    if limit == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-max(text.max_model_len - (params.max_tokens or 1), 1) if limit < 0 else -limit :]
 
 
 async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> GenerationResponse:
@@ -87,32 +128,93 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = chat_params(body)
-        ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
-        on_failure.callback(ticket.close)
-        encoding = deps.text.prompts.encode_chat(
-            template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_options=body.chat_template_kwargs,
+        spending = _spending(request, params.n, on_failure, param="n")
+        ticket = deps.waiting.admit(
+            params.n, adapter=lease.version, param="n", caller=_caller(request, lease, body)
         )
+        on_failure.callback(ticket.close)
+        template = _template(deps, body)
+        tools = chat_tools(body, template, deps.chat)
+        encoding = _encode_chat(deps, body, tools)
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
-        await deps.text.check_structure(params)
+        prompt = _cut(prompt, body, params, deps.text)
+        plan = await deps.text.prompts.call(
+            partial(
+                plan_chat,
+                body,
+                params,
+                prompt,
+                tools,
+                template=template,
+                tokenizer=deps.text.tokenizer,
+                options=deps.chat,
+            ),
+            num_tokens=0 if tools is None else tools.num_bytes,
+        )
+        await deps.text.check_structure(plan.params, plan.parts)
         try:
-            checked = deps.text.check([prompt], params)
+            checked = deps.text.check([prompt], plan.params)
+            _spend(spending, checked)
         except InvalidRequestError as error:
             if error.param == "prompt":
                 raise type(error)(str(error), param="messages") from None
             raise
-        generation = _generation("chatcmpl", checked, lease, body)
+        generation = _generation(request, "chatcmpl", checked, lease, body, shown_ids=plan.shown_ids)
         chat_format = ChatFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
-            model=body.model,
+            model=_model_name(deps, body),
             with_logprobs=params.logprobs is not None,
             include_usage=generation.include_usage,
+            reading=plan.reading,
+            prompt_ids=prompt if body.return_token_ids else None,
+            num_prompt_top=body.prompt_logprobs,
         )
-        response = _response(deps, request, generation, chat_format, ticket)
+        response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
+
+
+def _template(deps: ServerDeps, body: ChatRequest) -> str:
+    """Return the source of a request's chat template. Raises InvalidRequestError for its own one, unless the
+    server trusts it."""
+    if body.chat_template is None:
+        return deps.text.tokenizer.template_text
+    if deps.templates is None:
+        raise InvalidRequestError(
+            "chat_template of a request is not used here; leave it out, or start the server with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    return body.chat_template
+
+
+async def _encode_chat(deps: ServerDeps, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """Return the tokens of a conversation, by the model's chat template or the request's own."""
+    prompts = deps.text.prompts
+    tool_format = deps.chat.tool_format(_template(deps, body))
+    messages = with_accepted_ids(template_messages(body.messages), tool_format)
+    add_generation_prompt = body.add_generation_prompt is not False
+    for_template = () if tools is None else tools.for_template
+    will_be_cut = body.truncate_prompt_tokens is not None
+    if body.chat_template is None or deps.templates is None:
+        return await prompts.encode_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=body.chat_template_kwargs,
+            tools=for_template,
+            will_be_cut=will_be_cut,
+        )
+    options = body.chat_template_kwargs or {}
+    deps.text.tokenizer.check_template_options(options)
+    text = await deps.templates.render(
+        body.chat_template,
+        messages,
+        tools=for_template,
+        add_generation_prompt=add_generation_prompt,
+        variables={**deps.text.tokenizer.template_variables, **options},
+    )
+    return await prompts.encode_rendered(text, will_be_cut=will_be_cut)
 
 
 async def _start_completion(
@@ -122,25 +224,33 @@ async def _start_completion(
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = completion_params(body)
+        num_choices = _num_choices(body, params)
+        spending = _spending(request, num_choices, on_failure)
         ticket = deps.waiting.admit(
-            _num_choices(body, params), adapter=lease.version, was_admitted=bool(body.output_token_ids)
+            num_choices,
+            adapter=lease.version,
+            was_admitted=bool(body.output_token_ids),
+            caller=_caller(request, lease, body),
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
         checked, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
+        _spend(spending, checked)
         prompt_only = body.max_tokens == 0
         generation = _generation(
+            request,
             "cmpl",
             checked,
             lease,
             body,
             prompt_only=prompt_only,
             output_token_ids=tuple(body.output_token_ids or ()),
+            shown_ids=shown_special_ids(body, deps.text.tokenizer),
         )
         completion_format = CompletionFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
-            model=body.model,
+            model=_model_name(deps, body),
             with_logprobs=params.logprobs is not None,
             include_usage=generation.include_usage,
             num_siblings=params.n,
@@ -148,13 +258,48 @@ async def _start_completion(
             prompt_only=prompt_only,
             prompt_ids=checked.prompts if body.return_token_ids else None,
             logprobs_by_id=bool(body.return_tokens_as_token_ids),
+            num_top=body.logprobs,
+            num_prompt_top=body.prompt_logprobs,
         )
-        response = _response(deps, request, generation, completion_format, ticket)
+        response = _response(deps, request, generation, completion_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
 
 
+def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
+    """Return whose request it is, for decisions about who is served when not all can be."""
+    access = access_of(request.scope)
+    return Caller(tenant=access.tenant, priority=body.priority or 0, slo_ttft_s=access.slo_ttft_s(lease.name))
+
+
+def _spending(
+    request: Request, num_choices: int, on_failure: ExitStack, *, param: str = "prompt"
+) -> Spending | None:
+    """Count a request of a tenant, if it is one, within the tenant's limits. Raises QuotaError beyond them. A
+    request that is refused later on, or fails because of the server, is not counted."""
+    account = access_of(request.scope).account
+    if account is None:
+        return None
+    spending = account.admit(num_choices, param=param)
+
+    def close(kind: object, error: BaseException | None, traceback: object) -> None:
+        is_ours = isinstance(error, Exception) and describe(error).status in _NOT_COUNTED
+        spending.close(is_refused=is_ours)
+
+    on_failure.push(close)
+    return spending
+
+
+def _spend(spending: Spending | None, checked: CheckedPrompts) -> None:
+    """Count the tokens of the prompts; raises as `_spending` does."""
+    if spending is not None:
+        spending.encoded(
+            sum(map(len, checked.prompts)), max(params.max_tokens or 0 for params in checked.fitted)
+        )
+
+
 def _generation(
+    request: Request,
     prefix: str,
     checked: CheckedPrompts,
     lease: Lease,
@@ -162,7 +307,9 @@ def _generation(
     *,
     prompt_only: bool = False,
     output_token_ids: tuple[int, ...] = (),
+    shown_ids: frozenset[int] = frozenset(),
 ) -> Generation:
+    caller = _caller(request, lease, body)
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         checked=checked,
@@ -171,7 +318,17 @@ def _generation(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
+        shown_ids=shown_ids,
+        tenant=caller.tenant,
+        priority=caller.priority,
+        cache_salt=_salt(access_of(request.scope).cache_salt, body.cache_salt),
+        slo_ttft_s=caller.slo_ttft_s,
     )
+
+
+def _salt(of_tenant: str, of_request: str | None) -> str:
+    """Return the salt of a request, which no other tenant can have: a tenant's name has no slash."""
+    return of_tenant if of_request is None else f"{of_tenant}/{of_request}"
 
 
 def _response(
@@ -180,6 +337,7 @@ def _response(
     generation: Generation,
     answer_format: AnswerFormat,
     ticket: WaitingTicket,
+    spending: Spending | None,
 ) -> GenerationResponse:
     checked = generation.checked
     ticket.encoded(checked.prompts, checked.params.n)
@@ -187,6 +345,7 @@ def _response(
         adapter=generation.lease.name,
         is_canary=generation.lease.is_canary,
         num_prompt_tokens=sum(map(len, checked.prompts)),
+        num_prompts=len(checked.prompts),
         num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
     )
@@ -196,6 +355,7 @@ def _response(
         answer_format=answer_format,
         meter=meter,
         ticket=ticket,
+        spending=spending,
         pacer=deps.pacer,
         is_resampled=deps.is_resampled,
     )
@@ -221,7 +381,7 @@ async def _encode(
     """Return the prompts as checked tokens, and the text that `echo` repeats."""
     if body.output_token_ids:
         _check_begun(text_engine, body, params)
-    prompts = await _prompts(text_engine, body, params)
+    prompts = [_cut(each, body, params, text_engine) for each in await _prompts(text_engine, body, params)]
     await text_engine.check_structure(params)
     checked = text_engine.check(prompts, params)
     return checked, await _echoed(text_engine, body, prompts) if body.echo else None
@@ -252,20 +412,21 @@ async def _prompts(
 ) -> list[list[int]]:
     """Return the four forms of `prompt` as lists of token ids."""
     encoder, special = text_engine.prompts, body.add_special_tokens is not False
+    will_be_cut = body.truncate_prompt_tokens is not None
     if isinstance(body.prompt, str):
         _refuse_empty([body.prompt])
-        return await encoder.encode_texts([body.prompt], add_special_tokens=special)
+        return await encoder.encode_texts([body.prompt], add_special_tokens=special, will_be_cut=will_be_cut)
     items = body.prompt
     if not items:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
-    if isinstance(items[0], int):  # one prompt: its length is checked before its ids
+    if isinstance(items[0], int) and not will_be_cut:  # one prompt: its length is checked before its ids
         text_engine.check_length(len(items), params)
     if all(isinstance(item, int) for item in items):
         return [[item for item in items if isinstance(item, int)]]
     if all(isinstance(item, str) for item in items):
         texts = [item for item in items if isinstance(item, str)]
         _refuse_empty(texts)
-        return await encoder.encode_texts(texts, add_special_tokens=special)
+        return await encoder.encode_texts(texts, add_special_tokens=special, will_be_cut=will_be_cut)
     if all(isinstance(item, list) for item in items):
         return [item for item in items if isinstance(item, list)]
     raise InvalidRequestError(
@@ -288,7 +449,9 @@ async def _echoed(
     tokenizer, given = text_engine.tokenizer, body.prompt
 
     def echo() -> list[EchoedPrompt]:
-        if isinstance(given, str):
+        if body.truncate_prompt_tokens is not None:
+            texts = [tokenizer.decode(prompt) for prompt in prompts]
+        elif isinstance(given, str):
             texts = [given]
         elif isinstance(given[0], str):
             texts = [item for item in given if isinstance(item, str)]

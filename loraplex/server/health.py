@@ -20,6 +20,7 @@ from loraplex.core.clock import Clock
 from loraplex.core.errors import EngineDeadError
 from loraplex.server.engine_status import EngineState, EngineStatus, progress_words
 from loraplex.server.errors import ServerStartingError, describe
+from loraplex.server.page.files import is_page_path, page_response
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.refusal import note_refusal
 from loraplex.server.request_log import RequestLogMiddleware
@@ -35,14 +36,19 @@ def live_response() -> Response:
 
 
 def ready_response(
-    status: EngineStatus, why_no_adapters: str | None = None, *, is_ready_without: bool = True
+    status: EngineStatus,
+    why_no_adapters: str | None = None,
+    *,
+    is_ready_without: bool = True,
+    note: str | None = None,
 ) -> Response:
     """Return the answer of /health/ready. `why_no_adapters`: why a ready engine serves none of its adapters;
-    None if it serves any, or has none to serve. `is_ready_without`: it counts as ready nevertheless."""
+    None if it serves any, or has none to serve. `is_ready_without`: it counts as ready nevertheless. `note`:
+    what else should be known of a ready server."""
     if status.state is EngineState.READY and why_no_adapters is not None and not is_ready_without:
         return _not_ready(EngineDeadError(why_no_adapters), EngineState.STARTING, "adapters", None)
     if status.state is EngineState.READY:
-        return _json(Health(message=why_no_adapters or msgspec.UNSET), 200)
+        return _json(Health(message=why_no_adapters or note or msgspec.UNSET), 200)
     return _not_ready(EngineDeadError(status.explain()), status.state, status.phase, status.fraction)
 
 
@@ -76,6 +82,8 @@ class FrontApp:
     async def _tell_progress(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == LIVE_PATH:
             response = live_response()
+        elif is_page_path(scope["path"]):
+            response = page_response(scope)  # it shows the progress
         else:
             phase, fraction = self.progress.phase, self.progress.fraction
             message = f"the server is starting{progress_words(phase, fraction)}; try again later"

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.engine.text_engine import LogprobText
-from loraplex.server.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from loraplex.server.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 
 # JSON has no infinity; other servers use this number instead.
 _IMPOSSIBLE: Final = -9999.0
@@ -41,6 +48,22 @@ def completion_logprobs(
         top_logprobs=[None if e.logprob is None else top(e, e.logprob) for e in entries],
         text_offset=list(offsets),
     )
+
+
+def prompt_logprobs(entries: Iterable[LogprobText], num_top: int) -> PromptLogprobs:
+    """Return vLLM's format: for each token, its own log-probability and the likeliest tokens', by id."""
+    return [None if entry.logprob is None else _by_rank(entry, entry.logprob, num_top) for entry in entries]
+
+
+def _by_rank(entry: LogprobText, logprob: float, num_top: int) -> dict[str, PromptLogprob]:
+    own = str(entry.token_id)
+    decoded = _lossy(entry.piece)
+    found = {own: PromptLogprob(logprob=_finite(logprob), rank=None, decoded_token=decoded)}
+    for rank, top in enumerate(entry.top[:num_top], start=1):
+        found[str(top.token_id)] = PromptLogprob(
+            logprob=_finite(top.logprob), rank=rank, decoded_token=_lossy(top.piece)
+        )
+    return found
 
 
 def _top_by_token_id(entry: LogprobText, logprob: float) -> dict[str, float]:

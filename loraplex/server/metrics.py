@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
-from loraplex.core.request import FinishReason
+from loraplex.core.request import FinishReason, PhaseTimes
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.failure import Failure
 from loraplex.server.recent_demand import RecentDemand
@@ -49,6 +49,29 @@ class Histogram:
         """Add the counts of another histogram with the same bounds."""
         self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
+
+    def since(self, earlier: Histogram) -> Histogram:
+        """Return the observations that an earlier copy of this histogram does not have."""
+        newer = Histogram(self.bounds)
+        newer.counts = [now - then for now, then in zip(self.counts, earlier.counts, strict=True)]
+        newer.total = self.total - earlier.total
+        return newer
+
+    def mean(self) -> float | None:
+        count = sum(self.counts)
+        return self.total / count if count else None
+
+    def quantile(self, share: float) -> float | None:
+        """Return a quantile, as Prometheus' histogram_quantile does: linear within a bucket, and the highest
+        bound for what lies above all of them. None without observations."""
+        rank, below, lower = share * sum(self.counts), 0, 0.0
+        if not rank:
+            return None
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (bound - lower) * (rank - below) / count
+            below, lower = below + count, bound
+        return self.bounds[-1]
 
     def copy(self) -> Histogram:
         copied = Histogram.__new__(Histogram)
@@ -124,6 +147,8 @@ class ServerMetrics:
         self.inter_token = Histogram(ITL_BUCKETS_S)
         self.per_output_token = Histogram(ITL_BUCKETS_S)
         self.e2e = Histogram(LATENCY_BUCKETS_S)
+        self.num_generating = 0
+        """Requests in flight that have their first token."""
         self.demand = RecentDemand(clock)
         self._traffic: dict[str, Traffic] = {}
 
@@ -165,15 +190,18 @@ class ServerMetrics:
         *,
         adapter: str | None,
         num_prompt_tokens: int,
+        num_prompts: int = 1,
         num_choices: int,
         arrival_s: float,
         is_canary: bool = False,
     ) -> RequestMeter:
-        """Begin to measure a request; the caller must call `close` on the result."""
+        """Begin to measure a request; the caller must call `close` on the result. `num_prompt_tokens`: of its
+        `num_prompts` prompts, each counted once; `num_choices`: of all of them."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
         traffic.num_canary_requests += is_canary
-        self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_prompt_tokens)
+        num_computed = num_prompt_tokens * num_choices // max(num_prompts, 1)
+        self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_computed)
         demand = None if adapter is None else self.demand
         return RequestMeter(self, traffic, demand, num_prompt_tokens, num_choices, arrival_s)
 
@@ -197,8 +225,10 @@ class RequestMeter:
         self.num_choices = num_choices
         self.finish_reasons: Counter[FinishReason] = Counter()
         self.failure: Failure | None = None
-        self._arrival_s = arrival_s
-        self._first_token_s: float | None = None
+        self.arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        self.last_token_s = arrival_s
+        self.phases: PhaseTimes | None = None
         self._last_token_s: dict[int, float] = {}
         self._num_tokens = 0
         self._closed = False
@@ -220,10 +250,12 @@ class RequestMeter:
             if delta.finish_reason is not None:
                 metrics.num_finished[delta.finish_reason] += 1
                 self.finish_reasons[delta.finish_reason] += 1
-        if self._first_token_s is None:
+        if self.first_token_s is None:
             # At most one hit per request: the other choices share what the first one loads.
             self._traffic.num_hits += batch[0].adapter_hit is True
+            self.phases = batch[0].times
             self._on_first_batch(now_s)
+        self.last_token_s = now_s
         self._num_tokens += num_tokens
         metrics.num_generation_tokens += num_tokens
         self._traffic.num_tokens += num_tokens
@@ -231,7 +263,12 @@ class RequestMeter:
     @property
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token, once it is there."""
-        return None if self._first_token_s is None else self._first_token_s - self._arrival_s
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all choices have ended as they should. Not for a request that is closed."""
+        return self.failure is None and self.finish_reasons.total() == self.num_choices
 
     def fail(self, error: Exception) -> None:
         """Record the error that ends the request; not called if the client disconnected."""
@@ -247,24 +284,27 @@ class RequestMeter:
             reason = FinishReason.CANCELLED if self.failure is None else self.failure.finish_reason
             self._metrics.num_finished[reason] += num_unfinished
             self.finish_reasons[reason] += num_unfinished
-        if self._first_token_s is None:
+        if self.first_token_s is None:
             self._traffic.num_waiting -= 1
             return
         self._traffic.num_running -= 1
+        self._metrics.num_generating -= 1
         if num_unfinished:
             return  # cut short: its duration says nothing about the server
         if self._demand is not None:
             self._demand.answered(num_choices=self.num_choices, num_output_tokens=self._num_tokens)
         now_s = self._metrics.clock.now_s()
-        self._metrics.e2e.observe(now_s - self._arrival_s)
+        self._metrics.e2e.observe(now_s - self.arrival_s)
         if self._num_tokens > 1:
             tokens_after_first = self._num_tokens - 1
-            self._metrics.per_output_token.observe((now_s - self._first_token_s) / tokens_after_first)
+            self._metrics.per_output_token.observe((now_s - self.first_token_s) / tokens_after_first)
 
     def _on_first_batch(self, now_s: float) -> None:
-        self._first_token_s = now_s
-        self._metrics.num_prompt_tokens += self._num_prompt_tokens
-        self._metrics.ttft.observe(now_s - self._arrival_s)
-        self._traffic.ttft.observe(now_s - self._arrival_s)
+        metrics = self._metrics
+        self.first_token_s = now_s
+        metrics.num_prompt_tokens += self._num_prompt_tokens
+        metrics.ttft.observe(now_s - self.arrival_s)
+        self._traffic.ttft.observe(now_s - self.arrival_s)
         self._traffic.num_waiting -= 1
         self._traffic.num_running += 1
+        metrics.num_generating += 1

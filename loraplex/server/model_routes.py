@@ -15,11 +15,13 @@ from starlette.responses import PlainTextResponse, Response
 from loraplex.core.stats import AdapterStats
 from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
+from loraplex.server.body import read_query
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import VERSION_HEADER
 from loraplex.server.requests import (
     AdapterNameRequest,
+    AdapterQuery,
     LoadAdapterRequest,
     RollBackAdapterRequest,
     UnloadAdapterRequest,
@@ -35,13 +37,14 @@ from loraplex.server.responses import (
     PreviousVersion,
 )
 from loraplex.server.served_adapter import ServedAdapter, ServedCanary
+from loraplex.server.tenants.access import Access, access_of
 
 _TEXT: Final = "text/plain"
 
 
 def model_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
-    administrators = Administrators(deps.admin_keys)
+    administrators = Administrators(deps.admin_keys, has_tenants=deps.tenants is not None)
     _add_lists(router, deps, administrators)
     _add_changes(router, deps, administrators)
     _add_rollouts(router, deps, administrators)
@@ -53,7 +56,8 @@ def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrato
 
     @router.get("/v1/models", **operation(summary="List the models", answer=ModelList, errors=(401,)))
     async def models(request: Request) -> Response:
-        models = _models(deps, started_unix_s, shows_paths=administrators.include(request.scope))
+        shows_paths = administrators.include(request.scope)
+        models = _models(deps, access_of(request.scope), started_unix_s, shows_paths=shows_paths)
         return json_response(ModelList(data=models))
 
     @router.get(
@@ -65,25 +69,34 @@ def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrato
         if not model_id:
             return await models(request)
         shows_paths = administrators.include(request.scope)
-        found = deps.adapters.find(model_id)
+        found = deps.adapters.find(model_id, access_of(request.scope))
         return json_response(_model(deps, model_id, found, started_unix_s, shows_paths=shows_paths))
 
     @router.get(
-        "/v1/adapters", **operation(summary="List the adapters", answer=AdapterList, errors=(401, 503))
+        "/v1/adapters",
+        **operation(summary="List the adapters", query=AdapterQuery, answer=AdapterList, errors=(401, 503)),
     )
     async def adapters(request: Request) -> Response:
+        query = read_query(request, AdapterQuery)
         shows_paths = administrators.include(request.scope)
         stats = await deps.text.engine.stats()
         by_version = {adapter.version: adapter for adapter in stats.adapters}
-        served = deps.adapters.served()
-        data = [_adapter_info(deps, adapter, by_version, shows_paths=shows_paths) for adapter in served]
-        return json_response(AdapterList(data=data))
+        access = access_of(request.scope)
+        found = _matching(deps, access, by_version, query)
+        shown = found[query.offset : None if query.limit is None else query.offset + query.limit]
+        data = [
+            _adapter_info(deps, adapter, by_version, access, shows_paths=shows_paths) for adapter in shown
+        ]
+        return json_response(AdapterList(total=len(found), data=data))
 
     @router.get(
         "/v1/demand",
-        **operation(summary="Requests of the last half hour by adapter", answer=DemandInfo, errors=(401,)),
+        **operation(
+            summary="Requests of the last half hour by adapter", answer=DemandInfo, errors=(401, 403)
+        ),
     )
-    async def demand() -> Response:
+    async def demand(request: Request) -> Response:
+        administrators.require_operator(request.scope)
         return json_response(_demand_info(deps))
 
 
@@ -102,6 +115,7 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             administrators.require(request.scope)
             async with deps.bodies.read(request, LoadAdapterRequest) as body:
                 change.name, change.source = body.lora_name, body.lora_path
+                administrators.require_adapter(request.scope, body.lora_name)
                 change.old_version = deps.adapters.version_of(body.lora_name)
                 if body.canary_share is not None:
                     change.verb, change.note = "canary", f"share {body.canary_share:g}"
@@ -112,6 +126,7 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
                     body.lora_path,
                     replace=body.load_inplace,
                     canary_share=body.canary_share,
+                    sources=access_of(request.scope).sources,
                     on_staged=change.on_staged,
                 )
             loaded = adapter.version if adapter.canary is None else adapter.canary.version
@@ -138,10 +153,12 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             administrators.require(request.scope)
             async with deps.bodies.read(request, UnloadAdapterRequest) as body:
                 name = change.name = body.lora_name
+            administrators.require_adapter(request.scope, name)
             change.old_version = deps.adapters.version_of(name)
             drained = await deps.adapters.unload(
                 name,
                 drain_timeout_s=deps.drain_timeout_s,
+                access=access_of(request.scope),
                 # Not after the drain: by then the name may belong to another adapter, with its own counters.
                 on_removed=lambda: deps.metrics.forget(name),
             )
@@ -169,8 +186,10 @@ def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administr
             administrators.require(request.scope)
             async with deps.bodies.read(request, AdapterNameRequest) as body:
                 name = change.name = body.lora_name
+            administrators.require_adapter(request.scope, name)
             change.old_version = deps.adapters.version_of(name)
-            adapter = await deps.adapters.promote(name, on_staged=change.on_staged)
+            access = access_of(request.scope)
+            adapter = await deps.adapters.promote(name, access=access, on_staged=change.on_staged)
             change.new_version = adapter.version
         return _success(name, f"is version {adapter.version[:12]} now", adapter.version)
 
@@ -188,8 +207,9 @@ def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administr
             administrators.require(request.scope)
             async with deps.bodies.read(request, AdapterNameRequest) as body:
                 name = change.name = body.lora_name
+            administrators.require_adapter(request.scope, name)
             change.old_version = deps.adapters.canary_of(name)
-            adapter = await deps.adapters.abort(name)
+            adapter = await deps.adapters.abort(name, access=access_of(request.scope))
             change.new_version = adapter.version
         return _success(name, f"is version {adapter.version[:12]} for all requests", adapter.version)
 
@@ -207,8 +227,12 @@ def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administr
             administrators.require(request.scope)
             async with deps.bodies.read(request, RollBackAdapterRequest) as body:
                 name = change.name = body.lora_name
+            administrators.require_adapter(request.scope, name)
             change.old_version = deps.adapters.version_of(name)
-            adapter = await deps.adapters.roll_back(name, body.version, on_staged=change.on_staged)
+            access = access_of(request.scope)
+            adapter = await deps.adapters.roll_back(
+                name, body.version, access=access, on_staged=change.on_staged
+            )
             change.new_version = adapter.version
         return _success(name, f"is version {adapter.version[:12]} again", adapter.version)
 
@@ -225,11 +249,15 @@ def json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _models(deps: ServerDeps, created: int, *, shows_paths: bool) -> list[Model]:
+def _models(deps: ServerDeps, access: Access, created: int, *, shows_paths: bool) -> list[Model]:
     base = _model(deps, deps.adapters.base_model, None, created, shows_paths=shows_paths)
     return [
-        base,
-        *(_model(deps, each.name, each, created, shows_paths=shows_paths) for each in deps.adapters.served()),
+        *([base] if access.uses_base else []),
+        *(
+            _model(deps, each.name, each, created, shows_paths=shows_paths)
+            for each in deps.adapters.served()
+            if access.uses(each.name)
+        ),
     ]
 
 
@@ -247,21 +275,74 @@ def _model(
     )
 
 
+def visible_adapters(deps: ServerDeps, access: Access) -> list[ServedAdapter]:
+    """Return the adapters that one with this access may know of, sorted by name."""
+    return [each for each in deps.adapters.served() if access.sees(each.name)]
+
+
+def _matching(
+    deps: ServerDeps, access: Access, by_version: Mapping[str, AdapterStats], query: AdapterQuery
+) -> list[ServedAdapter]:
+    """Return the adapters that a query is about, in its order; none that its sender may not see."""
+    part = query.contains.casefold()
+    found = [
+        each
+        for each in visible_adapters(deps, access)
+        if part in each.name.casefold()
+        and (query.tier is None or _stats_of(each.version, by_version).tier == query.tier)
+    ]
+    if query.order == "name":
+        return found
+
+    def value(adapter: ServedAdapter) -> int:
+        if query.order == "rank":
+            return adapter.spec.max_rank
+        if not access.administers(adapter.name):
+            return 0  # as it is shown
+        if query.order == "loads":
+            return _stats_of(adapter.version, by_version).loads
+        traffic = deps.metrics.find_traffic(adapter.name)
+        if traffic is None:
+            return 0
+        match query.order:
+            case "requests":
+                return traffic.num_requests
+            case "tokens":
+                return traffic.num_tokens
+            case _:
+                return traffic.num_in_flight
+
+    return sorted(found, key=value, reverse=True)
+
+
 def _adapter_info(
-    deps: ServerDeps, adapter: ServedAdapter, by_version: Mapping[str, AdapterStats], *, shows_paths: bool
+    deps: ServerDeps,
+    adapter: ServedAdapter,
+    by_version: Mapping[str, AdapterStats],
+    access: Access,
+    *,
+    shows_paths: bool,
 ) -> AdapterInfo:
-    traffic = deps.metrics.find_traffic(adapter.name)
+    """Return what one with this access may know of an adapter: the counts of its requests, which may be those
+    of other tenants, are 0 unless it may change it, and replicas are shown to operators only."""
+    shows_use = access.administers(adapter.name)
+    traffic = deps.metrics.find_traffic(adapter.name) if shows_use else None
     stats = _stats_of(adapter.version, by_version)
+    fleet = deps.fleet if access.is_operator else None
+    placed = None if fleet is None else fleet.placed_on(adapter.version)
     return AdapterInfo(
         name=adapter.name,
         version=adapter.version,
         path=str(adapter.spec.path) if shows_paths else None,
+        source=adapter.ref.where if shows_paths else None,
         rank=adapter.spec.max_rank,
         bytes=stats.num_bytes,
         tier=stats.tier,
+        held_by=None if fleet is None else fleet.holders(adapter.version),
+        placed_on=None if placed is None else list(placed.replicas),
         in_flight=traffic.num_in_flight if traffic else 0,
         hits=traffic.num_hits if traffic else 0,
-        loads=stats.loads,
+        loads=stats.loads if shows_use else 0,
         requests=traffic.num_requests if traffic else 0,
         tokens=traffic.num_tokens if traffic else 0,
         canary=_canary_info(

@@ -31,8 +31,10 @@ from loraplex.server.responses import (
     Health,
     Model,
     ModelList,
+    Overview,
     Placement,
     ReplicaList,
+    TenantList,
     Text,
     Tokens,
     Version,
@@ -42,13 +44,13 @@ _REF: Final = "#/components/schemas/{name}"
 _ERROR_TEXT: Final = {
     400: "The request is wrong; the message says what and how to fix it",
     401: "No valid API key",
-    403: "The client may not change adapters, or not load them from this path or repository",
+    403: "The client may not do this, or not load adapters from this path or repository",
     404: "There is no such model or adapter",
     408: "The request body did not arrive in time",
     409: "The adapter is being changed by another call, or the state directory cannot be written",
     413: "The request body is too large",
     415: "The request body is compressed",
-    429: "The queue is full; try again after `retry-after` seconds",
+    429: "The queue is full, or a limit of the tenant reached; try again after `retry-after` seconds",
     500: "This request failed in the server",
     503: "The engine is down or restarting, or the server is overloaded; try again",
     507: "The disk of the state directory is full",
@@ -59,7 +61,7 @@ _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
     AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
-    ScaleRequest, ReplicaList, PlacementRequest, Placement, ErrorBody,
+    ScaleRequest, ReplicaList, PlacementRequest, Placement, TenantList, Overview, ErrorBody,
 )  # fmt: skip
 
 
@@ -67,6 +69,7 @@ def operation(
     *,
     summary: str,
     path: str | None = None,
+    query: type[msgspec.Struct] | None = None,
     body: type[msgspec.Struct] | None = None,
     answer: type[msgspec.Struct] | None = None,
     answer_text: str | None = None,
@@ -75,7 +78,8 @@ def operation(
 ) -> dict[str, Any]:
     """Return keyword arguments that describe a route.
 
-    `path` names a parameter in its path. `answer_text` is the media type of a textual answer.
+    `path` names a parameter in its path; the fields of `query` are those of its query. `answer_text` is the
+    media type of a textual answer.
     """
     content: dict[str, Any] = {}
     if answer is not None:
@@ -85,7 +89,8 @@ def operation(
     if answer_text is not None:
         content[answer_text] = {"schema": {"type": "string"}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
-    for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
+    query_errors = () if query is None else (400,)
+    for status in sorted({*errors, *query_errors, *(BODY_ERRORS if body is not None else ())}):
         responses[status] = {
             "description": _ERROR_TEXT[status],
             "content": {"application/json": {"schema": _reference(ErrorBody)}},
@@ -93,6 +98,11 @@ def operation(
     extra: dict[str, Any] = {}
     if path is not None:
         extra["parameters"] = [{"name": path, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if query is not None:
+        fields = msgspec.json.schema(query)["$defs"][query.__name__]["properties"]
+        extra["parameters"] = [
+            {"name": name, "in": "query", "schema": field} for name, field in fields.items()
+        ]
     if body is not None:
         extra["requestBody"] = {
             "required": True,

@@ -13,7 +13,7 @@ import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +25,9 @@ from loraplex.server.failure import Failure
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.responses import Usage
 from loraplex.server.sent_to import sent_to
+
+if TYPE_CHECKING:
+    from loraplex.server.traces import RequestTrace, Traces
 
 logger = logging.getLogger("loraplex.request")
 
@@ -51,7 +54,9 @@ class RequestRecord:
     `arrival_s`: time when its headers had been read, before any processing. `key_kind`: the kind of its key,
     if one was required. `model` and `version`: the name it asked for and the version behind it; `version` is
     None for the base model. `completion_id`: the `id` in the answer's body. `replicas`: the replicas it was
-    sent to, one after the other. `failure`: the error that ended it.
+    sent to, one after the other. `failure`: the error that ended it. `tenant`: whose key it sent, where there
+    are tenants. `late_headers`: headers for its response, whose values are known when it begins. `trace`: its
+    span, if it is traced.
     """
 
     request_id: str
@@ -60,13 +65,16 @@ class RequestRecord:
     client: str | None
     arrival_s: float
     key_kind: str | None = None
+    tenant: str | None = None
     model: str | None = None
     version: str | None = None
     completion_id: str | None = None
     meter: RequestMeter | None = None
     usage: Callable[[], Usage] | None = None
     failure: Failure | None = None
+    late_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     replicas: list[int] = field(default_factory=list)
+    trace: RequestTrace | None = None
 
     def ask(self, model: str) -> None:
         """Record the model name that a client sent, which need not exist."""
@@ -101,15 +109,18 @@ def part_sender(scope: Scope) -> Send:
 class RequestLogMiddleware:
     """Plain ASGI around everything else, so that streams pass through message by message."""
 
-    def __init__(self, app: ASGIApp, *, clock: Clock) -> None:
+    def __init__(self, app: ASGIApp, *, clock: Clock, traces: Traces | None = None) -> None:
         self._app = app
         self._clock = clock
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         record = _record_of(scope, self._clock.now_s())
+        if self._traces is not None and record.path in _GENERATION_PATHS:
+            record.trace = self._traces.begin(scope, record.arrival_s)
         state = scope.setdefault("state", {})
         state[_STATE_KEY], state[_SEND_KEY] = record, send
         # Not reset: anything logged after this call, such as a traceback, is about this request too.
@@ -125,7 +136,7 @@ class RequestLogMiddleware:
             record.fail(error)
             raise
         finally:
-            _log(record, exchange, self._clock.now_s() - record.arrival_s)
+            _end(record, exchange, self._clock.now_s() - record.arrival_s, self._traces)
 
 
 class _Exchange:
@@ -152,6 +163,7 @@ class _Exchange:
             headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, self._record.request_id.encode())]
             if self._record.version is not None:
                 headers.append((VERSION_HEADER, self._record.version.encode()))
+            headers += self._record.late_headers()
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self.complete = True
@@ -179,7 +191,8 @@ def _record_of(scope: Scope, arrival_s: float) -> RequestRecord:
     )
 
 
-def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
+def _end(record: RequestRecord, exchange: _Exchange, seconds: float, traces: Traces | None) -> None:
+    """Log the line of a request, and end its trace."""
     status = exchange.final_status()
     meter = record.meter
     failure = record.failure or (meter.failure if meter else None)
@@ -194,8 +207,12 @@ def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
         level = logging.WARNING if outcome == "failed" else logging.INFO
     else:
         level = logging.INFO if status in _REFUSALS else logging.DEBUG
-    if logger.isEnabledFor(level):
-        logger.log(level, outcome, extra=fields(**_line(record, status, failure, seconds)))
+    if not logger.isEnabledFor(level) and record.trace is None:
+        return
+    line = _line(record, status, failure, seconds)
+    logger.log(level, outcome, extra=fields(**line))
+    if traces is not None and record.trace is not None:
+        traces.end(record.trace, line, meter, failed=outcome == "failed")
 
 
 def _line(record: RequestRecord, status: int, failure: Failure | None, seconds: float) -> dict[str, Any]:
@@ -213,6 +230,7 @@ def _line(record: RequestRecord, status: int, failure: Failure | None, seconds: 
         "id": record.completion_id,
         "client": record.client,
         "key": record.key_kind,
+        "tenant": record.tenant,
     }
 
 

@@ -14,15 +14,27 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from loraplex.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS
+from loraplex.core.sampling import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+)
 from loraplex.server.chat_messages import ChatMessage
+from loraplex.server.tool_calls.definitions import ToolChoice, Tools
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
+MAX_SALT_CHARS: Final = 256
+MAX_TEMPLATE_CHARS: Final = 2**16
+MAX_PLAN_NAME_CHARS: Final = 200
 MAX_LISTED_CHOICES: Final = 1024
 """Most texts of `guided_choice`."""
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
@@ -97,6 +109,16 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    # vLLM's: texts that the answer may not have; the prompt's last tokens to keep; lower ones come first.
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    # LoRAX's: instead of `model`, which is then the base model or empty.
+    adapter_id: str | None = None
     # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
     # canary.
     user: str | None = None
@@ -108,7 +130,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     # Accepted only with the value that holds anyway.
-    skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None
     use_beam_search: Literal[False] | None = None
 
@@ -120,12 +141,17 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Without effect here.
+    # Only where the server was started so.
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARS)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    # Whether reasoning is told from the answer, as SGLang has it, and then shown, as vLLM has it.
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    # Without effect here.
     prediction: dict[str, Any] | None = None
     # Not supported.
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: Annotated[list[Any], Meta(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -165,7 +191,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     output_token_ids: list[TokenId] | None = None
     # Not supported.
@@ -227,11 +252,14 @@ class GivenAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class PlacementRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`replicas`: the replicas that the placement was made for, which must be all of the fleet. `dry_run`:
-    check it, and change nothing."""
+    check it, and change nothing. `plan`: what people call it, for `fleet status` and the log."""
 
     replicas: list[int]
     adapters: list[GivenAdapter]
     dry_run: bool = False
+    plan: Annotated[str, Meta(max_length=MAX_PLAN_NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] | None = (
+        None
+    )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -244,6 +272,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -256,10 +285,8 @@ _TEXT_ONLY: Final = "send text alone"
 
 NOT_SUPPORTED: Final[Mapping[str, str]] = {
     # Fields of OpenAI's requests.
-    "tools": _LEAVE_OUT,
-    "tool_choice": _LEAVE_OUT,
-    "functions": _LEAVE_OUT,
-    "function_call": _LEAVE_OUT,
+    "functions": "send tools",
+    "function_call": "send tool_choice",
     "modalities": 'leave it out, or send ["text"]',
     "audio": _LEAVE_OUT,
     "reasoning_effort": _LEAVE_OUT,
@@ -274,7 +301,6 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "input_audio": _TEXT_ONLY,
     "file": _TEXT_ONLY,
     # Fields of vLLM's requests.
-    "skip_special_tokens": "leave it out, or send true",
     "use_beam_search": "leave it out, or send false",
     "continuous_usage_stats": "leave it out, or send false",
 }
@@ -287,3 +313,23 @@ SUPPORTED_VALUES: Final[Mapping[str, str]] = {
     "type": _TEXT_ONLY,
 }
 """Fields of messages that are supported with some values only, with advice on these."""
+
+
+class AdapterQuery(msgspec.Struct, kw_only=True):
+    """The query of a list of adapters. `contains`: part of the names wanted, in any case; `order`: the
+    highest first, except for names. Without a `limit` all are listed."""
+
+    contains: str = ""
+    tier: Literal["device", "loading", "host", "disk"] | None = None
+    order: Literal["name", "requests", "tokens", "in_flight", "loads", "rank"] = "name"
+    offset: Annotated[int, Meta(ge=0)] = 0
+    limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
+
+
+class OverviewQuery(msgspec.Struct, kw_only=True):
+    """The query of an overview: the `at_s` of the last sample and change that the client has, and the `etag`
+    of its map."""
+
+    samples_after: Annotated[float, Meta(ge=0)] = 0.0
+    changes_after: Annotated[float, Meta(ge=0)] = 0.0
+    map: str = ""

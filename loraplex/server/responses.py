@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from loraplex.server.shadow_messages import Figures
+
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     message: str
@@ -57,20 +59,52 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`content` is null only beside calls. `tool_calls` and `reasoning_content` are present where there are
+    any."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """`rank`: 1 for the likeliest token; null for one that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, tokens by id: its own and the likeliest; null for the first."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`stop_reason` is the stop string or stop token that ended the choice, if one did."""
+    """`stop_reason` is the stop string or stop token that ended the choice, if one did. `token_ids` is there
+    with `return_token_ids`."""
 
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +114,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +144,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,17 +202,25 @@ class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` describe its weights, which several names
     may share; `in_flight`, `hits`, `requests` and `tokens` count this name's requests since the start,
-    including its canary's. `previous`: versions that it stood for before, latest first.
+    including its canary's; they are 0 for a tenant that may not change the adapter, as is `loads`.
+    `previous`: versions that it stood for before, latest first.
 
-    `path` is its folder; only administrators see it.
+    `held_by`: the replicas of a fleet that have its weights in memory, as far as known; `placed_on`: those
+    that the placement gives it to, null if it gives every adapter to all. Both are null for a single engine,
+    and for a tenant that is no operator.
+    `path` is its folder, and `source` the folder or repository to load it from again; only administrators see
+    them.
     """
 
     name: str
     version: str
     path: str | None
+    source: str | None
     rank: int
     bytes: int
     tier: str
+    held_by: list[int] | None
+    placed_on: list[int] | None
     in_flight: int
     hits: int
     loads: int
@@ -186,7 +231,10 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
+    """`total`: number of adapters that the query matches, of which `data` may be a part."""
+
     object: Literal["list"] = "list"
+    total: int
     data: list[AdapterInfo]
 
 
@@ -201,7 +249,8 @@ class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
 class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of the last half hour, or since the start: of the last `seconds`. `base_requests`: those
     for the base model alone, which are in none of the other figures. `prompt_tokens` and `output_tokens`:
-    means of a request for an adapter; null until there is one, or one was answered."""
+    means of an answer for an adapter and of its prompt; null until there is one, or one was answered. A
+    request for n answers counts n times, and so does its prompt, as each answer is a sequence of its own."""
 
     object: Literal["demand"] = "demand"
     seconds: float
@@ -209,6 +258,39 @@ class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float | None
     output_tokens: float | None
     data: list[AdapterDemandInfo]
+
+
+class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits are
+    null without one; `requests_left` and `tokens_left` are of the last minute."""
+
+    name: str
+    adapters: list[str]
+    base_model: bool
+    administers: list[str]
+    operator: bool
+    metrics: bool
+    share: float
+    priority: int
+    requests_per_minute: int | None
+    requests_left: int | None
+    tokens_per_minute: int | None
+    tokens_left: int | None
+    max_in_flight: int | None
+    in_flight: int
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    refused: dict[str, int]
+
+
+class TenantList(msgspec.Struct, frozen=True, kw_only=True):
+    """The tenants that the sender may know of: itself, or all for an operator. `trouble`: why the tenants
+    file as it is now is not in force; null if it is, and for all but operators."""
+
+    object: Literal["list"] = "list"
+    data: list[TenantInfo]
+    trouble: str | None
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,12 +338,40 @@ class LeftOutInfo(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class NamedAdapters(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of adapters, and the first of their names."""
+
+    number: int = 0
+    first: list[str] = []
+
+
+class AppliedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The placement that the fleet was given. `since_s`: when, in seconds since 1970; `adapters`: how many it
+    places. `trouble`: why it is not in force, though it was before the server started; null if it is.
+
+    The rest is what of it does not hold: `missing_replicas` of it that do not serve or are gone, and
+    `new_replicas` that it does not use; adapters `not_in_it`, which the policy places; adapters in it that
+    are `not_served` at present; and those `not_there` where it has them (yet)."""
+
+    name: str | None
+    since_s: float | None
+    adapters: int
+    trouble: str | None
+    missing_replicas: list[int] = []
+    new_replicas: list[int] = []
+    not_in_it: NamedAdapters = NamedAdapters()
+    not_served: NamedAdapters = NamedAdapters()
+    not_there: NamedAdapters = NamedAdapters()
+
+
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
-    """`left_out`: adapters of the registry and of folders that are not served."""
+    """`left_out`: adapters of the registry and of folders that are not served. `plan`: the placement that the
+    fleet was given; null if its policy places all adapters."""
 
     object: Literal["list"] = "list"
     data: list[ReplicaInfo]
     left_out: list[LeftOutInfo] = []
+    plan: AppliedPlan | None = None
 
 
 class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,13 +390,113 @@ class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`is_given`: a placement was handed to the fleet; otherwise its policy places all adapters. `stands`:
-    every adapter is where it was given. `replicas`: all replicas of the fleet."""
+    every adapter is where it was given. `replicas`: all replicas of the fleet. `plan`: what was given, in
+    short."""
 
     object: Literal["placement"] = "placement"
     is_given: bool
     stands: bool
     replicas: list[int]
     data: list[PlacedAdapterInfo]
+    plan: AppliedPlan | None = None
+
+
+class HistorySample(msgspec.Struct, frozen=True, kw_only=True):
+    """The server at one time. Rates and latencies are those of the seconds before, null if there was nothing
+    to measure; 95th percentiles are read off histograms. `waiting`: requests without their first token;
+    `running`: those that have it."""
+
+    at_s: float
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    requests_per_s: float
+    ttft_s: float | None
+    ttft_p95_s: float | None
+    itl_s: float | None
+    itl_p95_s: float | None
+    waiting: int
+    running: int
+
+
+AdapterChangeKind = Literal["added", "switched", "removed", "loaded", "evicted"]
+
+
+class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of one adapter. `added`, `switched` (to another version) and `removed` are about its name;
+    `loaded` and `evicted` are about its weights: `tier` is where they are then, if known, and `replica` the
+    one of a fleet that loaded or evicted them."""
+
+    at_s: float
+    name: str
+    kind: AdapterChangeKind
+    tier: str | None
+    replica: int | None
+
+
+class AdapterMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Where all adapters are, in the order of their names. `tiers`: one letter for each: `d`evice, `l`oading
+    to it, `h`ost or `-` for disk. `held`: of each replica of a fleet, the positions of the adapters that it
+    has in memory; null for a single engine. `etag` changes with them."""
+
+    etag: str
+    tiers: str
+    held: list[list[int]] | None
+
+
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of the engine, or of all replicas. Without a GPU the device has none."""
+
+    kv_blocks: int
+    kv_blocks_used: int
+    host_adapter_bytes: int
+    host_adapter_budget_bytes: int
+    device_adapter_bytes: int
+    device_arena_bytes: int
+
+
+class TwinPicture(msgspec.Struct, frozen=True, kw_only=True):
+    """The last minutes as measured, and as the shadow twin predicts them; both null without a recent replay.
+    `is_measured`: the twin goes by a measured profile, not by a guess."""
+
+    is_measured: bool
+    num_requests: int
+    measured: Figures | None
+    predicted: Figures | None
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """A server at a glance, for its web page. `process`: another one has another clock.
+    `now_s`: the time on the clock of all `at_s`. `has_chat`: the model has a
+    chat template. `uses_base`: the client may send requests to the base model; `may_change`: it may load and
+    unload adapters; if not, it can with another key if `has_admin_key`. `state` and `message`: of the engine.
+    `tiers`: number of adapters by tier. `map`: null if it is the one that the client named. `samples`,
+    `changes`: those after the ones that the client has.
+
+    A tenant sees its adapters only. `engine`, `samples` and `twin` are for those who may read all metrics;
+    `left_out`, `replicas` (null for a single engine) and `num_plans` (number of times that the placement of a
+    fleet has changed; null without a placement) for operators."""
+
+    model: str
+    version: str
+    process: str
+    now_s: float
+    state: str
+    message: str
+    max_model_len: int
+    has_chat: bool
+    uses_base: bool
+    may_change: bool
+    has_admin_key: bool
+    num_adapters: int
+    tiers: dict[str, int]
+    engine: EngineFigures | None
+    map: AdapterMap | None
+    samples: list[HistorySample]
+    changes: list[AdapterChange]
+    left_out: list[LeftOutInfo]
+    replicas: list[ReplicaInfo] | None
+    num_plans: int | None
+    twin: TwinPicture | None
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

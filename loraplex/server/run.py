@@ -21,12 +21,13 @@ import uvicorn
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
-from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
+from loraplex.adapters.remote import AllowedSources
 from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
+from loraplex.core.rare_collections import collecting_rarely
 from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
@@ -38,6 +39,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.chat_options import ChatOptions
 from loraplex.server.connections import (
     ConnectionBook,
     ConnectionLimits,
@@ -50,21 +52,25 @@ from loraplex.server.engine_status import Fleet, serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.left_out import keep_retrying
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
+from loraplex.server.remote_adapters import RemoteAdapters
+from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
+from loraplex.server.tenants.tenants_watch import TenantsWatch
+from loraplex.server.trace_setup import traces_of
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.backend_replicas import Backends
+    from loraplex.server.fleet.kept_placement import PlacementFile
     from loraplex.server.fleet.ray_cluster import RayPlace
 
 logger = logging.getLogger(__name__)
@@ -82,13 +88,14 @@ class ServeOptions:
     """Everything that a user may choose.
 
     `adapter_dirs` are served and open for loading; `allow_adapter_dirs` are only open for loading. `adapters`
-    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories. `shutdown_grace_s`:
-    seconds that requests in flight may continue after the signal. `num_replicas`: number of engine processes;
-    `ray`: the cluster they are placed on, if not on this machine; `backends`: servers that are used instead
-    of engine processes; `policy`: the name of the fleet's policy for routing and placement (`fleet.policy`),
-    with periods of `period_s` seconds. `engine_factory`: "module:name" of the function that builds the core
-    in the engine process. `shadow_twin_s`: seconds between replays of the last minutes on a twin; None for
-    never.
+    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories and S3 URLs.
+    `shutdown_grace_s`: seconds that requests in flight may continue after the signal. `num_replicas`: number
+    of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
+    that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
+    placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
+    function that builds the core in the engine process. `tenants`: the tenants file. `otlp_endpoint`: the
+    collector of traces, if OpenTelemetry's variables do not name it. `shadow_twin_s`: seconds between
+    replays of the last minutes on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -102,11 +109,13 @@ class ServeOptions:
     state_dir: Path | None = None
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    tenants: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     limits: BodyLimits = field(default_factory=BodyLimits)
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
     policy: str = "auto"
@@ -115,6 +124,7 @@ class ServeOptions:
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
     shadow_twin_s: float | None = None
+    otlp_endpoint: str | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -196,7 +206,8 @@ async def _run(
     stack: AsyncExitStack,
 ) -> SupervisedEngine:
     """Start everything, then open the front to requests."""
-    deps, client, num_skipped = await _start(options, announcer, front, stack)
+    with collecting_rarely():
+        deps, client, num_skipped = await _start(options, announcer, front, stack)
     # Objects made so far are kept: a full collection would traverse them all and delay every stream for a
     # third of a second.
     keep_all_made_until_now()
@@ -212,7 +223,7 @@ async def _run(
         base_model=deps.adapters.base_model,
         adapters=[adapter.name for adapter in deps.adapters.served()],
         num_skipped=num_skipped,
-        needs_key=bool(deps.api_keys),
+        needs_key=bool(deps.api_keys) or deps.tenants is not None,
         has_chat=deps.text.tokenizer.has_chat_template,
         replicas=None if deps.fleet is None else f"{serving_in_words(deps.fleet)}, policy {options.policy}",
         batching=_batching_in_words(options),
@@ -242,6 +253,14 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=ceil(options.shutdown_grace_s + _LAST_WORDS_S) + _CUT_S,
     )
+
+
+def _request_templates(options: ServeOptions, stack: AsyncExitStack) -> RequestTemplates | None:
+    if not options.chat.trusts_templates:
+        return None
+    templates = RequestTemplates()
+    stack.push_async_callback(templates.close)
+    return templates
 
 
 async def _end(
@@ -280,6 +299,11 @@ async def _start(
 ) -> tuple[ServerDeps, ServingEngine, int]:
     """Start everything that requests need, prepared for the initial adapters. The number returned is that of
     the adapters left out."""
+    clock = MonotonicClock()
+    traces = await asyncio.to_thread(traces_of, options.otlp_endpoint, clock)
+    if traces is not None:
+        stack.callback(traces.close)
+    watch = None if options.tenants is None else TenantsWatch(options.tenants, clock)
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
@@ -292,6 +316,8 @@ async def _start(
 
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
+    if watch is not None:
+        watch.tell(client.set_tenants)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
@@ -317,7 +343,6 @@ async def _start(
         )
     assert client.info is not None, "a started engine has said what it can hold"
     announcer.registered(report.num_served)
-    clock = MonotonicClock()
     text = TextEngine(
         engine=client,
         tokenizer=tokenizer,
@@ -336,15 +361,26 @@ async def _start(
         web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
+        chat=options.chat,
+        templates=_request_templates(options, stack),
         fleet=fleet,
+        placement_file=None if fleet is None else _placement_file(state_dir, key),
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
         is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
+        traces=traces,
+        tenants=None if watch is None else watch.tenants,
     )
+    if watch is not None:
+        watch.tell(deps.waiting.set_tenants)
+        rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
+        stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
+    sampling = asyncio.create_task(deps.history.run(), name="sample for the page")
+    stack.callback(sampling.cancel)
     retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
     stack.callback(retrying.cancel)
     context = client.info.max_model_len
@@ -354,6 +390,7 @@ async def _start(
         *namesake_notes(registry, state_dir),
         *ttft_note(client, options.waiting.max_ttft_s),
         *report.notes,
+        *(() if watch is None else watch.notes([each.name for each in service.served()])),
     )
     for note in shared_state_note(registry, state_dir):
         logger.info("%s", note)
@@ -377,7 +414,7 @@ def _adapter_service(
         registry=registry,
         shape=shape,
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
-        hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
+        remote=RemoteAdapters(AllowedSources(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
         alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
         stages_new=is_fleet,
@@ -444,6 +481,12 @@ async def _engine(
         log=log,
     )
     return fleet, fleet
+
+
+def _placement_file(state_dir: Path, key: str) -> PlacementFile:
+    from loraplex.server.fleet.kept_placement import PlacementFile  # not needed by a single server
+
+    return PlacementFile(state_dir, key)
 
 
 async def _shadow_twin(

@@ -24,7 +24,13 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     if max_tokens == 0:
         raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, max_tokens=max_tokens, logprobs=logprobs, best_of=request.best_of)
+    return _params(
+        request,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        best_of=request.best_of,
+    )
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
@@ -41,7 +47,7 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
         request,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=_most(request.logprobs if request.echo else None, request.prompt_logprobs),
         best_of=request.best_of,
     )
 
@@ -59,6 +65,11 @@ def _params(
         raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs are not available in a stream; leave stream out, or use echo and logprobs",
+            param="prompt_logprobs",
+        )
     stop = request.stop
     return SamplingParams(
         max_tokens=max_tokens,
@@ -80,6 +91,7 @@ def _params(
         prompt_logprobs=prompt_logprobs,
         n=n,
         structured_output=structured_output(request),
+        bad_words=tuple(request.bad_words or ()),
     )
 
 
@@ -87,6 +99,10 @@ def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise InvalidRequestError(f"logit_bias: {text!r} is not a token id", param="logit_bias")
     return int(text)
+
+
+def _most(first: int | None, second: int | None) -> int | None:
+    return max((each for each in (first, second) if each is not None), default=None)
 
 
 def _or(value: V | None, default: V) -> V:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from loraplex.adapters.remote import RemoteSource
 from loraplex.adapters.rollout import Canary, Rollout, VersionRef, moved_back, moved_on, takes_canary
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import InvalidRequestError
-from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_files import ReadAdapter
 
 _MIN_VERSION_CHARS: Final = 6
@@ -35,7 +35,7 @@ class ServedAdapter:
 
     name: str
     spec: AdapterSpec
-    source: HubRepo | None = None
+    source: RemoteSource | None = None
     canary: ServedCanary | None = None
     previous: tuple[VersionRef, ...] = ()
 

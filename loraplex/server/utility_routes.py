@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 import loraplex
 from loraplex.core.errors import InvalidRequestError
-from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.continuing import Continued
 from loraplex.server.deps import ServerDeps
@@ -21,6 +20,10 @@ from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
 from loraplex.server.responses import Health, Text, Tokens, Version
+from loraplex.server.tenants.access import access_of
+from loraplex.server.tenants.tenant_metrics import render_tenants
+from loraplex.server.tool_calls.call_ids import with_accepted_ids
+from loraplex.server.tool_calls.tool_use import tool_use
 from loraplex.server.waiting import Refused
 
 
@@ -40,35 +43,41 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
             summary="Tokens of a text or a conversation",
             body=TokenizeRequest,
             answer=Tokens,
-            errors=(401, 404),
+            errors=(401, 404, 429),
         ),
     )
     async def tokenize(request: Request) -> Response:
         async with deps.bodies.read(request, TokenizeRequest) as body:
-            _check_model(deps, body.model)
-            tokens = await run_until_disconnect(_tokenize(prompts, body), request.receive, deps.pacer)
+            _check_model(deps, request, body.model)
+            tokens = await run_until_disconnect(_tokenize(deps, body), request.receive, deps.pacer)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=deps.text.max_model_len)
         return json_response(answer)
 
     @router.post(
         "/detokenize",
-        **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404)),
+        **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404, 429)),
     )
     async def detokenize(request: Request) -> Response:
         async with deps.bodies.read(request, DetokenizeRequest) as body:
-            _check_model(deps, body.model)
+            _check_model(deps, request, body.model)
             decoding = prompts.detokenize(body.tokens, vocab_size=deps.text.vocab_size)
             text = await run_until_disconnect(decoding, request.receive, deps.pacer)
         return json_response(Text(prompt=text))
 
 
-async def _tokenize(prompts: PromptEncoder, body: TokenizeRequest) -> list[int]:
+async def _tokenize(deps: ServerDeps, body: TokenizeRequest) -> list[int]:
+    prompts = deps.text.prompts
     if body.messages is not None and body.prompt is None:
+        tools = tool_use(
+            body.tools, None, is_parallel=True, template=deps.text.tokenizer.template_text, options=deps.chat
+        )
+        tool_format = deps.chat.tool_format(deps.text.tokenizer.template_text)
         return await prompts.tokenize_chat(
-            template_messages(body.messages),
+            with_accepted_ids(template_messages(body.messages), tool_format),
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             template_options=body.chat_template_kwargs,
+            tools=() if tools is None else tools.for_template,
         )
     if body.prompt is not None and body.messages is None:
         return await prompts.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -81,6 +90,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             deps.engine_status(),
             _why_no_adapters(deps),
             is_ready_without=deps.is_ready_without_adapters,
+            note=_note(deps),
         )
 
     for path in READY_PATHS:
@@ -98,7 +108,10 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
     @router.get(
         "/metrics", **operation(summary="Prometheus metrics", answer_text="text/plain", errors=(401, 503))
     )
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        access = access_of(request.scope)
+        if not access.reads_metrics:
+            return _page(render_tenants(deps.tenants, only=access.tenant))
         snapshot = MetricsSnapshot(
             base_model=deps.adapters.base_model,
             stats=await deps.text.engine.stats(),
@@ -113,9 +126,24 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )
+        of_tenants = render_tenants(deps.tenants)
         # In a thread: streams continue while a page of thousands of adapters is rendered.
         page = await asyncio.to_thread(render_metrics, snapshot)
-        return Response(page, headers={"content-type": CONTENT_TYPE})
+        return _page(page + of_tenants)
+
+
+def _page(text: bytes) -> Response:
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+def _note(deps: ServerDeps) -> str | None:
+    """Return what the answer about health should say although the server is ready; it is for everybody."""
+    if deps.tenants is not None and deps.tenants.trouble is not None:
+        return (
+            "the tenants file cannot be used as it is now, so what it said before is in force; the server's "
+            "log and GET /v1/tenants say why"
+        )
+    return None
 
 
 def _why_no_adapters(deps: ServerDeps) -> str | None:
@@ -124,11 +152,17 @@ def _why_no_adapters(deps: ServerDeps) -> str | None:
     refused = {name: left for name, left in deps.adapters.left_out.items() if left.is_refused}
     if not refused or deps.adapters.served():
         return None
+    if deps.tenants is not None:  # names and reasons are not for everybody
+        return f"none of {len(refused):,} adapters is served; the server's log says why"
     name, left = next(iter(refused.items()))
     return f"none of {len(refused):,} adapters is served; {name!r}: {left.reason}"
 
 
-def _check_model(deps: ServerDeps, model: str | None) -> None:
-    """Raise UnknownModelError if the model does not exist, although all models share one tokenizer."""
+def _check_model(deps: ServerDeps, request: Request, model: str | None) -> None:
+    """Raise UnknownModelError if the model does not exist, although all models share one tokenizer. A
+    tenant's request counts against its limit on requests; raises QuotaError beyond that."""
+    access = access_of(request.scope)
     if model is not None:
-        deps.adapters.find(model)
+        deps.adapters.find(model, access)
+    if access.account is not None:
+        access.account.admit(0).close()

@@ -12,8 +12,8 @@ import pytest
 from adapter_factory import SHAPE, write_adapter
 from fake_hub import FakeHub, fake_hub
 
-from loraplex.adapters.hub import AllowedRepos, locate_adapter
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.remote import AllowedSources, locate_adapter
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import HubError, PathNotAllowedError
 from loraplex.core.hub import HubRepo, fetch_snapshot, parse_hub_repo
@@ -237,10 +237,10 @@ def test_a_path_object_never_means_the_hub() -> None:
 def test_requests_may_have_fetched_what_a_pattern_opens() -> None:
     repo = HubRepo(repo_id="org/name", revision="v1")
     for pattern in ("org/name", "org/*", "*"):
-        AllowedRepos([pattern]).check(repo)
+        AllowedSources([pattern]).check(repo)
     for patterns, words in (([], "is off"), (["other/*", "org/nam", "ORG/*"], "is not open for it")):
         with pytest.raises(PathNotAllowedError, match=words) as caught:
-            AllowedRepos(patterns).check(repo)
+            AllowedSources(patterns).check(repo)
         assert "--allow-adapter-repo org/name " in str(caught.value)
 
 

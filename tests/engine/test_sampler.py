@@ -135,6 +135,19 @@ def test_repetition_penalty_lowers_negative_logits_too() -> None:
     )
 
 
+def test_bad_words_do_not_come_even_where_they_begin_in_earlier_tokens() -> None:
+    best, second, third = LOGITS.topk(3).indices.tolist()
+    assert draw(temperature=0.0, bad_word_ids=((best,),)) == second
+    assert best not in draws(100, temperature=0.01, bad_word_ids=((best,),))
+    words = ((5, 6, best), (7, second))
+    assert draw(temperature=0.0, bad_word_ids=words, outputs=(5, 6)) == second
+    assert draw(temperature=0.0, bad_word_ids=(*words, (second,)), outputs=(5, 6)) == third
+    for outputs in ((), (6,), (6, 5), (5, 6, 7)):
+        assert draw(temperature=0.0, bad_word_ids=words, outputs=outputs) == best
+    # The prompt is no part of the answer.
+    assert draw(temperature=0.0, bad_word_ids=words, prompt=(5, 6)) == best
+
+
 def test_logit_bias_adds() -> None:
     assert draw(temperature=0.0, logit_bias=((17, 100.0),)) == 17
     best = int(LOGITS.argmax())

@@ -183,6 +183,15 @@ def test_logprobs_carry_the_bytes_of_their_tokens() -> None:
     assert [entry.logprob is None for entry in prompt] == [True, False, False]
 
 
+def test_bad_words_become_tokens_as_they_begin_an_answer_and_after_a_space() -> None:
+    text_engine, engine = make_engine(says("Hello"))
+    collect(text_engine, SamplingParams(bad_words=("dog", " the lazy", "x")))
+    tokenizer, found = text_engine.tokenizer, engine.requests[0].params.bad_word_ids
+    texts = {tokenizer.decode(ids) for ids in found}
+    assert {"dog", "the lazy", "x"} <= texts <= {"dog", " dog", "the lazy", " the lazy", "x", " x"}
+    assert all(len(tokenizer.encode(tokenizer.decode(ids))) == len(ids) for ids in found)
+
+
 def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
     text_engine, engine = make_engine(says("Hello"))
     collect(text_engine, SamplingParams())
@@ -202,6 +211,7 @@ def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
         ([1] * 60, {"min_tokens": 5}, "min_tokens", ["60", "4", "64"]),
         ([1], {"logit_bias": ((400, 1.0),)}, "logit_bias", ["400"]),
         ([1], {"stop_token_ids": (401,)}, "stop_token_ids", ["401"]),
+        ([1], {"bad_words": (" ",)}, "bad_words", ["empty"]),
         ([1], {"stop": ("x" * 1025,)}, "stop", ["1024"]),
     ],
 )

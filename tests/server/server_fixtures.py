@@ -33,9 +33,12 @@ from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.http_protocol import BoundedHttpProtocol
-from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.tenants.keys import StoredKey
+from loraplex.server.tenants.tenants import Tenants
+from loraplex.server.tenants.tenants_file import parse_tenants
 from loraplex.server.waiting import Forecaster, WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -68,6 +71,11 @@ def write_adapter(path: Path, *, rank: int = 2, seed: int = 0, **config: Any) ->
     return path
 
 
+def stored(key: str) -> str:
+    """Return a tenant's key as the tenants file has it."""
+    return f'"{StoredKey.of(key).text}"'
+
+
 def status_of(engine: FakeEngine) -> EngineStatus:
     state = EngineState.RESTARTING if engine.dead else EngineState.READY
     return EngineStatus(state=state, message="the engine process died", num_restarts=0, pid=None)
@@ -94,23 +102,27 @@ def make_server(
     limits: BodyLimits | None = None,
     waiting: WaitingLimits | None = None,
     allowed: list[Path] | None = None,
-    hub: HubAdapters | None = None,
+    remote: RemoteAdapters | None = None,
     clock: Clock | None = None,
     forecaster: Forecaster | None = None,
     drain_timeout_s: float = 30.0,
     is_resampled: Callable[[str], bool] = lambda call_id: False,
     is_ready_without_adapters: bool = True,
+    tenants: str | None = None,
+    names: tuple[str, ...] = ("pirate", "poet"),
+    make_engine: Callable[[Callable[[EngineRequest], Script]], FakeEngine] = FakeEngine,
 ) -> Served:
-    engine = FakeEngine(script or says("Hello world! How are you?"))
+    """Return a server of the adapters with these names. `tenants`: the text of its tenants file."""
+    engine = make_engine(script or says("Hello world! How are you?"))
     service = AdapterService(
         base_model=base_model,
         engine=engine,
         registry=AdapterRegistry(tmp_path / "state", base_model),
         shape=SHAPE,
         allowed=AllowedPaths(allowed or []),
-        hub=hub,
+        remote=remote,
     )
-    for name in ("pirate", "poet"):
+    for name in names:
         spec = make_spec(f"version-of-{name}", path=tmp_path / name)
         engine.adapters[spec.version] = spec
         service._served[name] = ServedAdapter(name=name, spec=spec)
@@ -128,6 +140,9 @@ def make_server(
         drain_timeout_s=drain_timeout_s,
         is_resampled=is_resampled,
         is_ready_without_adapters=is_ready_without_adapters,
+        tenants=None
+        if tenants is None
+        else Tenants(parse_tenants(tenants, Path("tenants.toml")), clock or ManualClock()),
     )
     return Served(app=create_app(deps), engine=engine, service=service, deps=deps)
 

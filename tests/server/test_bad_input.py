@@ -67,11 +67,10 @@ def test_a_wrong_value_is_refused_with_the_fields_name(api: Api, path: str, fiel
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{"name": "f"}]),
         ("audio", {"voice": "x"}), ("modalities", ["audio"]),
-        ("reasoning_effort", "high"), ("web_search_options", {}), ("skip_special_tokens", False),
-        ("use_beam_search", True), ("function_call", {"name": "f"}), ("verbosity", "low"), ("suffix", "x"),
-        ("moderation", {"model": "m"}), ("tools", "all"),
+        ("reasoning_effort", "high"), ("web_search_options", {}),
+        ("use_beam_search", True), ("verbosity", "low"), ("suffix", "x"),
+        ("moderation", {"model": "m"}),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_but_is_not_supported_is_refused(

@@ -368,12 +368,100 @@ def test_every_sampling_field_reaches_the_engine(api: Api) -> None:
         "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1,
         "seed": 11, "presence_penalty": 0.1, "frequency_penalty": -0.2, "repetition_penalty": 1.1,
         "logit_bias": {"5": -100, "6": 3}, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
+        "bad_words": ["dog"],
     }  # fmt: skip
     assert api.post("/v1/completions", completion(**fields)).status_code == 200
     params = api.served.engine.requests[0].params
     # Stop strings are matched in texts, which an engine does not have.
     expected = {**fields, "logit_bias": ((5, -100.0), (6, 3.0)), "stop": (), "stop_token_ids": (3,)}
+    expected["bad_words"] = ("dog",)
     assert {name: getattr(params, name) for name in fields} == expected
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_special_tokens_are_text_if_they_are_to_be(make_api: Callable[..., Api], path: str) -> None:
+    api = make_api(says("a<|im_start|>b"))
+    for fields, text in (({}, "ab"), ({"skip_special_tokens": False}, "a<|im_start|>b")):
+        body = chat(**fields) if "chat" in path else completion(**fields)
+        (choice,) = api.post(path, body).json()["choices"]
+        assert choice.get("text", choice.get("message", {}).get("content")) == text
+        parts = [
+            each for event in events(api.post(path, {**body, "stream": True})) for each in event["choices"]
+        ]
+        assert "".join(each.get("text", each.get("delta", {}).get("content", "")) for each in parts) == text
+
+
+def test_a_chat_has_its_token_ids_if_they_are_wanted(api: Api) -> None:
+    body = chat(return_token_ids=True, max_tokens=4)
+    whole = api.post("/v1/chat/completions", body).json()
+    prompt = api.served.engine.requests[-1].prompt_token_ids
+    ids = tiny_tokenizer().encode(TEXT)[:4]
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (prompt, ids)
+    first, *others = events(api.post("/v1/chat/completions", {**body, "stream": True}))
+    assert first["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in each for each in others)
+    assert [i for each in (first, *others) for i in each["choices"][0]["token_ids"]] == ids
+    assert "token_ids" not in api.post("/v1/chat/completions", chat()).json()["choices"][0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_are_by_token_id(api: Api, path: str) -> None:
+    body = {**(chat() if "chat" in path else completion(logprobs=0)), "prompt_logprobs": 2}
+    answer = api.post(path, body).json()
+    found = (answer if "chat" in path else answer["choices"][0])["prompt_logprobs"]
+    prompt = api.served.engine.requests[-1].prompt_token_ids
+    assert (found[0], len(found)) == (None, len(prompt))
+    name = tiny_tokenizer().decode([prompt[1]])
+    assert found[1][str(prompt[1])] == {"logprob": -0.5, "rank": 1, "decoded_token": name}
+    assert found[1][str(prompt[1] + 1)]["rank"] == 2
+    if "chat" not in path:
+        assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"] - 1
+    refused = api.post(path, {**body, "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("prompt", ["the dog", [1, 2, 3, 4, 5], ["a b c", "d e f g"], [[1, 2, 3], [4, 5]]])
+def test_the_end_of_a_prompt_can_be_kept_alone(api: Api, prompt: Any) -> None:
+    api.post("/v1/completions", completion(prompt=prompt))
+    whole = [request.prompt_token_ids for request in api.served.engine.requests]
+    api.served.engine.requests.clear()
+    answer = api.post(
+        "/v1/completions", completion(prompt=prompt, truncate_prompt_tokens=2, echo=True)
+    ).json()
+    cut = [request.prompt_token_ids for request in api.served.engine.requests]
+    assert cut == [ids[-2:] for ids in whole]
+    for choice, ids in zip(answer["choices"], cut, strict=True):
+        assert choice["text"] == tiny_tokenizer().decode(ids) + TEXT
+
+
+def test_a_prompt_beyond_the_context_is_cut_to_fit_it(api: Api) -> None:
+    limit = api.served.deps.text.max_model_len
+    for prompt in ([5] * (limit + 9), "the dog " * 10 * limit):
+        body = completion(prompt=prompt, max_tokens=7)
+        assert api.post("/v1/completions", body).status_code == 400
+        body["truncate_prompt_tokens"] = -1
+        assert api.post("/v1/completions", body).status_code == 200
+        assert len(api.served.engine.requests[-1].prompt_token_ids) == limit - 7
+    body = chat(messages=[{"role": "user", "content": "the dog " * limit}], truncate_prompt_tokens=20)
+    assert api.post("/v1/chat/completions", body).status_code == 200
+    assert len(api.served.engine.requests[-1].prompt_token_ids) == 20
+    assert api.post("/v1/chat/completions", {**body, "truncate_prompt_tokens": 0}).status_code == 400
+
+
+def test_lorax_names_an_adapter_beside_the_model(api: Api) -> None:
+    for model in ("base", "", "pirate"):
+        answer = api.post("/v1/completions", completion(model=model, adapter_id="pirate")).json()
+        assert answer["model"] == "pirate"
+        assert api.served.engine.requests[-1].adapter == "version-of-pirate"
+    refused = api.post("/v1/completions", completion(model="poet", adapter_id="pirate"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "adapter_id")
+    assert api.post("/v1/chat/completions", chat(adapter_id="nobody")).status_code == 404
+
+
+def test_the_priority_reaches_the_engine(api: Api) -> None:
+    api.post("/v1/completions", completion(priority=-3))
+    api.post("/v1/chat/completions", chat())
+    assert [request.priority for request in api.served.engine.requests] == [-3, 0]
 
 
 @pytest.mark.parametrize("top_k", [-1, 0])

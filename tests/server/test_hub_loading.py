@@ -13,13 +13,13 @@ from adapter_calls import load, unload, version_of
 from fake_hub import FakeHub, fake_hub
 from server_fixtures import USER, Api, write_adapter
 
-from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import Origin
+from loraplex.adapters.remote import AllowedSources, RemoteSource
 from loraplex.core.errors import AdapterError
 from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_choice import GivenAdapter
 from loraplex.server.adapter_startup import StartReport, start_adapters
-from loraplex.server.hub_adapters import HubAdapters
+from loraplex.server.remote_adapters import RemoteAdapters
 
 ONE = HubRepo(repo_id="org/one")
 MORE_THAN_THREADS = 50
@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def serve(make_api: Callable[..., Api], hub: FakeHub, folder: Path) -> Callable[..., Api]:
     def make(*patterns: str) -> Api:
-        service_hub = HubAdapters(AllowedRepos(patterns), fetch=hub.fetch_adapter)
-        return make_api(allowed=[folder], hub=service_hub)
+        service_remote = RemoteAdapters(AllowedSources(patterns), fetch=hub.fetch_adapter)
+        return make_api(allowed=[folder], remote=service_remote)
 
     return make
 
@@ -143,7 +143,7 @@ def test_downloads_hold_up_nobody_and_show_nothing_before_they_are_whole(
         assert go_on.wait(60)
         return folder / "org" / "mine"
 
-    api = make_api(allowed=[folder], hub=HubAdapters(AllowedRepos(["*"]), fetch=slow))
+    api = make_api(allowed=[folder], remote=RemoteAdapters(AllowedSources(["*"]), fetch=slow))
 
     async def scenario() -> list[int]:
         def post(name: str, path: str) -> asyncio.Task[int]:
@@ -207,16 +207,57 @@ def test_a_restart_fetches_again_what_the_cache_has_lost(serve: Callable[..., Ap
     assert api.served.service.registry.names() == ["new"]
 
 
+def test_an_adapter_of_s3_is_remembered_with_its_revision(
+    make_api: Callable[..., Api], folder: Path, tmp_path: Path
+) -> None:
+    """Fetching itself is tested with a store; see tests/adapters."""
+    source, revision = "s3://models/loras/one", "0" * 32
+    fetched: list[str] = []
+
+    def fetch(remote: RemoteSource) -> Path:
+        fetched.append(str(remote))
+        return tmp_path / "cache" / revision
+
+    write_adapter(tmp_path / "cache" / revision, seed=1)
+    remote = RemoteAdapters(AllowedSources(["s3://models/loras/*"]), fetch=fetch)
+    api = make_api(allowed=[folder], remote=remote)
+    refused = load(api, "other", "s3://models/private/one")
+    assert refused.status_code == 403
+    assert "--allow-adapter-repo s3://models/private/one" in refused.json()["error"]["message"]
+    assert load(api, "odd", "s3://models/../one").status_code == 400
+    assert load(api, "new", source).status_code == 200
+    assert fetched == [source]
+    entry = api.served.service.registry.get("new")
+    assert entry is not None
+    assert str(entry.source) == f"{source}#{revision}"
+
+    assert restart(api).notes == ()
+    assert fetched == [source], "the files are still there"
+    shutil.rmtree(tmp_path / "cache")
+    write_adapter(tmp_path / "cache" / revision, seed=1)
+    assert restart(api).notes == ()
+    assert fetched == [source, f"{source}#{revision}"], "the same revision again, not what is there now"
+    assert set(paths(api)) == {"new"}
+
+
+def test_a_folder_is_also_given_as_a_url(make_api: Callable[..., Api], folder: Path) -> None:
+    api = make_api(allowed=[folder])
+    assert load(api, "new", (folder / "org" / "mine").as_uri()).status_code == 200
+    assert paths(api)["new"] == folder / "org" / "mine"
+    assert load(api, "etc", "file:///etc").status_code == 403
+    assert load(api, "odd", "file://elsewhere/etc").status_code == 400
+
+
 def test_a_restart_does_not_serve_a_repository_that_is_closed_now(serve: Callable[..., Api]) -> None:
     api = serve("org/*")
     load(api, "new", "org/one")
-    api.served.service.files.hub.allowed = AllowedRepos()
+    api.served.service.files.remote.allowed = AllowedSources()
     report = restart(api)
     assert (paths(api), report.num_skipped) == ({}, 1)
     [note] = report.notes
     assert note.startswith("adapter 'new' is not served: org/one is no repository that")
     assert "--allow-adapter-repo org/one to serve it again" in note
-    api.served.service.files.hub.allowed = AllowedRepos(["org/one"])
+    api.served.service.files.remote.allowed = AllowedSources(["org/one"])
     assert restart(api).notes == ()
     assert set(paths(api)) == {"new"}
 

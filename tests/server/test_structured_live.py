@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import tiny
 from server_process import serving
-from serving_fakes import hf_tokenizer
+from tool_templates import tool_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -24,7 +25,7 @@ SCHEMA = {
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = tmp_path_factory.mktemp("base")
     base = tiny.save_model(folder, vocab_size=448)
-    hf_tokenizer().save_pretrained(folder)
+    tool_tokenizer("hermes").save_pretrained(folder)
     tiny.save_adapter(folder / "adapters" / "poet", base, rank=4)
     options = ["--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path_factory.mktemp("state"))]
     command = "fleet serve" if request.param == "two replicas" else "serve"
@@ -68,3 +69,19 @@ def test_streams_and_other_requests_are_served_beside_it(url: str) -> None:
                     client.completions.create(
                         model="tiny", prompt="x", stream=stream, extra_body={"guided_regex": refused}
                     )
+
+
+def test_the_official_client_gets_calls_of_its_tools(url: str) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "book", "parameters": SCHEMA}}]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="poet",
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=tools,
+            tool_choice={"type": "function", "function": {"name": "book"}},
+            max_completion_tokens=200,
+        )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert answer.choices[0].finish_reason == "tool_calls"

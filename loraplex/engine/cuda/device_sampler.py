@@ -1,8 +1,8 @@
 """Draws tokens on the device for requests that need only the logits for it.
 
 The order is that of `engine.sampler`: temperature, min_p, top_k, top_p, one draw that depends only on the
-request's seed and the token's index (`engine.draws`). Penalties, biases and log-probabilities need the
-request's history or its logits on the host, and are left to `engine.sampler`.
+request's seed and the token's index (`engine.draws`). Penalties, biases, bad words and log-probabilities need
+the request's history or its logits on the host, and are left to `engine.sampler`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def stays_on_device(state: SamplingState) -> bool:
         params.logprobs is None
         and not params.has_penalties
         and not params.logit_bias
+        and not params.bad_word_ids
         and state.num_output >= params.min_tokens
     )
 

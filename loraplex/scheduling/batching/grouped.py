@@ -77,7 +77,8 @@ class GroupedQueue(WaitingQueue):
         self._num_given_up = 0
         self._due: list[tuple[float, int, RequestState]] = []  # a heap: when it is due, arrival
         self._num_admitted = 0
-        self._ends_s: deque[float] = deque(maxlen=_RECENT)  # of running requests
+        self._is_long = False
+        self._ends_s: deque[float] = deque(maxlen=_RECENT)  # of running requests, while the queue was long
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._selected)
@@ -136,7 +137,10 @@ class GroupedQueue(WaitingQueue):
         self._take_turns(now_s)
 
     def ended(self, now_s: float) -> None:
-        self._ends_s.append(now_s)
+        """Record that a running request ended. Only ends during a long queue tell how soon places become
+        free: before it formed, other requests ran, perhaps far shorter ones."""
+        if self._is_long:
+            self._ends_s.append(now_s)
 
     def select(
         self,
@@ -156,9 +160,11 @@ class GroupedQueue(WaitingQueue):
         for each in running:
             num_running += 1
             active.add(each.adapter)
-        is_long = len(self) > max(num_running, num_admissible)
-        if not is_long and not self._due:
-            return
+        self._is_long = len(self) > max(num_running, num_admissible)
+        if not self._is_long:
+            self._ends_s.clear()
+            if not self._due:
+                return
         active.update(each.adapter for each in self._selected)
         num_left = num_tokens - sum(len(each.token_ids) for each in islice(self._selected, num_admissible))
         seen = self._seen_pace(now_s)
@@ -167,7 +173,7 @@ class GroupedQueue(WaitingQueue):
         while self._requests and (
             len(self._selected) < ahead or (num_left > 0 and len(self._selected) < num_admissible + ahead)
         ):
-            if num_free >= 1 and is_long:
+            if num_free >= 1 and self._is_long:
                 request = self._best(active)
                 num_free -= 1
             else:

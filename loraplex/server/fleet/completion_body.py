@@ -36,6 +36,8 @@ def continuation(request: EngineRequest, kind: BackendKind) -> Continuation:
         return Continuation.IMPOSSIBLE
     if params.structured_output is not None:  # the schema would begin anew
         return Continuation.IMPOSSIBLE
+    if params.bad_words:  # one could begin in the output so far, which is a prompt then
+        return Continuation.IMPOSSIBLE
     return Continuation.SAME if params.greedy or params.seed is None else Continuation.RESAMPLED
 
 
@@ -97,6 +99,10 @@ def completion_body(
         body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True}
     if params.structured_output is not None:
         body["structured_outputs"] = as_structured_outputs(params.structured_output)
+    if params.bad_words:
+        body["bad_words"] = list(params.bad_words)
+    if request.priority and kind is BackendKind.LORAPLEX:  # vLLM refuses it unless it schedules by it
+        body["priority"] = request.priority
     if params.prompt_logprobs is not None:
         body["echo"] = True  # the only way to get them in a stream
     return body

@@ -1,4 +1,4 @@
-"""What is added to one choice of a chat: reasoning, content and calls."""
+"""Additions to one choice of a chat: reasoning, content and calls."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class CallReader:
         """Arguments that came before the name."""
         self._has_begun = False
         self._is_passing = False
-        """Whether the value that is being read is passed on as it comes."""
+        """True while a value is read that is passed on as it comes."""
 
     def push(self, char: str) -> Progress:
         progress = self._push(char)

@@ -91,6 +91,7 @@ def test_rows_of_different_settings_do_not_touch_each_other() -> None:
         ({"presence_penalty": 0.1}, False),
         ({"repetition_penalty": 1.1}, False),
         ({"logit_bias": ((1, 2.0),)}, False),
+        ({"bad_word_ids": ((1, 2),)}, False),
         ({"min_tokens": 2}, False),
     ],
     ids=str,

@@ -63,6 +63,16 @@ def test_steps_run_ahead_of_grammars_on_the_device(engine: Engine) -> None:
     assert ahead > 0, "each step was waited for"
 
 
+def test_bad_words_do_not_come(engine: Engine) -> None:
+    def greedy(name: str, **options: object) -> tuple[int, ...]:
+        engine.add_request(request(name, None, temperature=0.0, max_tokens=6, **options))
+        return tuple(run_to_end(engine)[name].token_ids)
+
+    free = greedy("free")
+    without = greedy("without", bad_word_ids=(free[1:4],))
+    assert (without[:3], without[3] != free[3]) == (free[:3], True)
+
+
 def test_a_cancelled_answer_is_forgotten(engine: Engine) -> None:
     wanted = StructuredOutput(OutputKind.REGEX, LISTED)
     for name in ("a", "b"):

@@ -131,6 +131,24 @@ def test_without_ends_places_go_by_turn() -> None:
     assert ids(list(bench.queue.first(4))) == ["0", "1", "2", "3"]
 
 
+def test_how_fast_short_requests_ended_says_nothing_of_those_after_them() -> None:
+    bench = Bench(DelayBound(share=0.25, seconds=0.25), max_running=4, pace=NO_PACE)
+    bench.add(requests("ab"))
+    for _ in range(100):  # one joins and one ends, a hundred times a second
+        bench.select()
+        bench.admit()
+        bench.end_oldest()
+        bench.add(requests("a"))
+        bench.now_s += 0.01
+    bench.select()
+    while len(bench.queue):
+        bench.admit()
+        bench.end_oldest()
+    bench.add(requests("abcdabcdabcd"))
+    bench.select()
+    assert ids(list(bench.queue.first(4))) == ["0", "1", "2", "3"]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -1,0 +1,239 @@
+"""The web page in a real browser: Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from page_servers import HOSTILE, PageEngine, page_server
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from server_fixtures import Served, live, write_adapter
+
+NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
+NUM_MORE: Final = 1000
+BASE: Final = "<b id=base>base</b>"
+API_KEY, ADMIN_KEY = "key-to-ask", "key-to-change"
+VIEWS: Final = ("chat", "adapters", "server")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("no Chromium; scripts/install_test_packages.sh installs it, or says why it cannot")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of a thousand adapters, without keys."""
+    served, _ = page_server(tmp_path_factory.mktemp("large"), num_more=NUM_MORE)
+    with live(served) as url:
+        yield url
+
+
+class Small:
+    """A server of two adapters, with keys."""
+
+    def __init__(self, url: str, served: Served, engine: PageEngine, folder: Path) -> None:
+        self.url, self.served, self.engine, self.folder = url, served, engine, folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
+    folder = tmp_path_factory.mktemp("small")
+    options: dict[str, Any] = {"api_keys": (API_KEY,), "admin_keys": (ADMIN_KEY,), "allowed": [folder]}
+    served, engine = page_server(folder, base_model=BASE, **options)
+    with live(served) as url:
+        yield Small(url, served, engine, folder)
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Yield a function that opens a page in a context of its own. At the end no page may have logged an error
+    or called another host. The browser's own lines on answers that are no success do not count."""
+    contexts = []
+    problems: list[str] = []
+
+    def visit(url: str, *, width: int = 1280, height: int = 800, view: str = "chat", **options: Any) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda message: (
+                problems.append(message.text)
+                if message.type in ("error", "warning") and "Failed to load resource" not in message.text
+                else None
+            ),
+        )
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(url) else problems.append(request.url),
+        )
+        page.goto(f"{url}/#{view}")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+def with_keys(visit: Callable[..., Page], small: Small, **options: Any) -> Page:
+    """Open the page as one whose tab has the keys."""
+    page = visit(small.url, **options)
+    page.locator("#api-key").fill(API_KEY)
+    page.locator("#admin-key").fill(ADMIN_KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_text("ready")
+    return page
+
+
+def test_two_adapters_stream_side_by_side(visit: Callable[..., Page], small: Small) -> None:
+    """An answer is text, however much it looks like markup, and so is every name."""
+    page = with_keys(visit, small)
+    expect(page.locator(".model-input").nth(1)).to_have_value("poet")
+    answers = page.locator(".answer")
+    small.engine.gate.clear()
+    page.locator("#prompt").fill("Say it.")
+    page.keyboard.press("Enter")
+    assert all(small.engine.are_held.acquire(timeout=20) for _ in range(2))
+    for column in range(2):
+        expect(answers.nth(column)).not_to_be_empty()
+        assert len(answers.nth(column).inner_text()) < len(HOSTILE)
+    small.engine.gate.set()
+    for column in range(2):
+        expect(answers.nth(column)).to_have_text(HOSTILE)
+        expect(page.locator(".stats").nth(column)).to_contain_text("tok/s")
+    expect(page.locator("#model")).to_have_text(BASE)
+    assert page.locator(".answer img, .answer script, #base").count() == 0
+    assert "owned" not in page.title()
+
+
+def test_errors_are_shown_where_they_belong(visit: Callable[..., Page], small: Small) -> None:
+    page = with_keys(visit, small)
+    page.locator(".model-input").nth(0).fill("pirat")
+    page.locator("#prompt").fill("Say it.")
+    page.locator("#send").click()
+    expect(page.locator(".column").nth(0).locator(".problem")).to_contain_text("did you mean 'pirate'?")
+    expect(page.locator(".column").nth(1).locator(".answer")).to_have_text(HOSTILE)
+    page.context.set_offline(True)
+    expect(page.locator("#banner")).to_contain_text("does not answer")
+    page.context.set_offline(False)
+    expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_only(visit: Callable[..., Page], small: Small) -> None:
+    page = visit(small.url)
+    expect(page.locator("#keys-why")).to_contain_text("asks for a key")
+    page.locator("#api-key").fill("another")
+    page.keyboard.press("Enter")
+    expect(page.locator("#keys-why")).to_contain_text("does not accept")
+    page.locator("#api-key").fill(API_KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_text("ready")
+    assert API_KEY in page.evaluate("JSON.stringify(sessionStorage)")
+    assert page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+def test_the_map_changes_as_adapters_come_move_and_go(visit: Callable[..., Page], small: Small) -> None:
+    write_adapter(small.folder / "sql")
+    page = with_keys(visit, small, view="adapters")
+    chips, events = page.locator(".chip"), page.locator("#events")
+    expect(chips).to_have_text(["pirate", "poet"])
+    page.locator("#load-button").click()
+    page.locator("#load-name").fill("sql")
+    page.locator("#load-path").fill(str(small.folder / "nothing"))
+    page.locator("#load-submit").click()
+    expect(page.locator("#load-problem")).to_contain_text("nothing")
+    page.locator("#load-path").fill(str(small.folder / "sql"))
+    page.locator("#load-submit").click()
+    expect(chips).to_have_text(["pirate", "poet", "sql"])
+    expect(events).to_contain_text("added")
+    version = small.served.service.version_of("sql")
+    assert version is not None
+    small.engine.move(version, "device", num_loads=1)
+    expect(chips.nth(2)).to_have_attribute("data-tier", "device")
+    expect(events).to_contain_text("loaded to device")
+    small.engine.move(version, "host")
+    expect(chips.nth(2)).to_have_attribute("data-tier", "host")
+    expect(events).to_contain_text("evicted to host memory")
+    chips.nth(2).click()
+    page.locator("#detail-reload").click()
+    expect(page.locator("#load-path")).to_have_value(str(small.folder / "sql"))
+    write_adapter(small.folder / "sql", seed=1)
+    page.locator("#load-submit").click()
+    expect(events).to_contain_text("another version")
+    page.locator(".row", has_text="sql").click()
+    page.locator("#detail-unload").click()
+    page.locator("#detail-unload").click()
+    expect(chips).to_have_text(["pirate", "poet"])
+    expect(events).to_contain_text("removed")
+
+
+def test_a_thousand_adapters_are_scrolled_searched_and_opened_by_keyboard(
+    visit: Callable[..., Page], large: str, record_property: Callable[[str, object], None]
+) -> None:
+    page = visit(large, view="adapters")
+    rows, grid = page.locator(".row:visible"), page.locator("#grid")
+    expect(page.locator("#count")).to_have_text("1,002")
+    expect(rows.first).to_contain_text("pirate")
+    frames = grid.evaluate(
+        """async (grid) => {
+            const gaps = [];
+            let last = performance.now();
+            for (let turn = 0; turn < 60; turn++) {
+                grid.scrollTop += 600;
+                const now = await new Promise(requestAnimationFrame);
+                gaps.push(now - last);
+                last = now;
+            }
+            return gaps.sort((one, other) => one - other);
+        }"""
+    )
+    record_property("median_frame_ms", frames[30])
+    record_property("slowest_frame_ms", frames[-1])
+    expect(rows.filter(has_text="tenant-08").first).to_be_visible()
+    assert page.locator(".row").count() < 60
+    assert page.locator("#map canvas").count() == 1
+    page.locator("#tab-adapters").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#server")).to_be_visible()
+    page.keyboard.press("ArrowLeft")
+    page.locator("#search").fill("TENANT-05")
+    expect(grid).to_have_attribute("aria-rowcount", "100")
+    grid.focus()
+    for key in ("ArrowDown", "ArrowDown", "PageDown", "End", "ArrowUp", "Enter"):
+        page.keyboard.press(key)
+    expect(page.locator("#detail-title")).to_have_text("tenant-0598")
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail-dialog")).to_be_hidden()
+    page.locator("#search").fill("nobody")
+    expect(page.locator("#grid-none")).to_contain_text("“nobody”")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_fits_a_phone_in_both_colour_schemes(
+    visit: Callable[..., Page], large: str, scheme: str
+) -> None:
+    page = visit(large, width=390, color_scheme=scheme)
+    expect(page.locator("#state")).to_have_text("ready")
+    for view in VIEWS:
+        page.locator(f"#tab-{view}").click()
+        expect(page.locator(f"#{view}")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    lightness = sum(int(part) for part in colour[4:-1].split(",")) / 3
+    assert (lightness < 80) is (scheme == "dark")
+    charts = page.locator("#charts svg")
+    expect(charts).to_have_count(4)
+    assert "Queue over the last five minutes" in (charts.nth(3).get_attribute("aria-label") or "")
