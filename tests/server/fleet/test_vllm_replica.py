@@ -73,13 +73,14 @@ def test_all_that_decides_about_the_answer_is_sent_and_stop_strings_are_not() ->
             sent = request_for(
                 [5], eos=(EOS, 3), stop=("x",), stop_token_ids=(3, 4), logit_bias=((7, 1.5),), **params
             )
-            await answer(replica, sent)
+            await answer(replica, replace(sent, cache_salt="acme"))
             await answer(replica, request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None))
             _, first, second = server.bodies("completions")
             assert {name: first[name] for name in params} == params
             assert first["stop_token_ids"] == [3, 4, EOS]
             assert first["logit_bias"] == {"7": 1.5}
             assert "stop" not in first
+            assert (first["cache_salt"], "cache_salt" in second) == ("acme", False)
             # vLLM takes missing fields from the model's generation_config.json.
             assert (second["temperature"], second["top_p"], second["top_k"]) == (0.0, 1.0, 0)
             assert (second["ignore_eos"], second["stop_token_ids"]) == (True, [])
