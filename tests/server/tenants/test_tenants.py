@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 from log_lines import Lines
-from server_fixtures import USER, Api, Served, events, live, write_adapter
+from server_fixtures import USER, Api, Served, events, live, stored, write_adapter
 from serving_fakes import says
 
 import loraplex
@@ -28,10 +28,6 @@ from loraplex.server.waiting import WaitingLimits
 NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
 OTHERS = ("globex-chat", "globex-secret", "globex", "ops")
 """Names that acme must never read."""
-
-
-def stored(key: str) -> str:
-    return f'"sha256:{hashlib.sha256(key.encode()).hexdigest()}"'
 
 
 def tenants_file(folder: Path | str = "/srv", **more: str) -> str:
@@ -383,7 +379,7 @@ def test_the_log_says_whose_request_it_was(api: Api) -> None:
 
 def test_no_route_looks_models_up_for_everybody() -> None:
     lookups = []
-    for path in sorted((Path(loraplex.__file__).parent / "server").rglob("*routes*.py")):
+    for path in sorted((Path(loraplex.__file__).parent / "server").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and re.search(r"adapters\.(find|lease)$", ast.unparse(node.func)):
                 lookups.append(path.name)
