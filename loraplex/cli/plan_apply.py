@@ -91,7 +91,7 @@ def apply(
     if model is not None or adapters_dir is not None:
         raise UserError("--model and --adapters-dir are for --vllm-commands; leave them out")
     present = placement_at(base_url, api_key)
-    body = body_of(read, present.replicas)
+    body = body_of(read, present.replicas, plan.name)
     present = give(base_url, api_key, body, dry_run=True)
     steps = steps_to(read, present)
     show_steps(read, present, steps)
@@ -111,10 +111,12 @@ def apply(
 
 def release(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Let a running fleet place its adapters by its own policy again."""
-    was_given = placement_at(base_url, api_key).is_given
+    before = placement_at(base_url, api_key)
     release_placement(base_url, api_key)
-    if was_given:
+    if before.is_given:
         typer.echo("the fleet places its adapters by its own policy again")
+    elif before.plan is not None:
+        typer.echo("the plan, which was not in force since the fleet was started, is forgotten")
     else:
         typer.echo("the fleet was given no plan, and places its adapters by its own policy")
 

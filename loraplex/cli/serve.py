@@ -17,6 +17,7 @@ from loraplex.cli.closed_pipe import outlive_the_reader
 from loraplex.cli.configured import ConfigPath
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
+from loraplex.cli.tenant_options import MaxBorrowing, parse_borrowing
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
@@ -50,6 +51,7 @@ def serve_options(
     load_popular: option.LoadPopular = False,
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
+    max_borrowing: MaxBorrowing = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
     tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
@@ -109,6 +111,7 @@ def serve_options(
         loads_popular=load_popular,
         batching=batching,
         max_delay=max_delay,
+        max_borrowing=parse_borrowing(max_borrowing),
         kv_swap_memory_bytes=kv_swap_bytes,
     )
     return ServeOptions(

@@ -18,6 +18,8 @@ from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import batching_in_words, served_in_words
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
+from loraplex.cli.tenant_options import MaxBorrowing, MaxTtft, Tenants
+from loraplex.cli.tenant_show import show_tenants
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -70,6 +72,9 @@ def run(
     max_copy_gb_per_s: MaxCopyRate = None,
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
+    tenant: Tenants = None,
+    max_borrowing: MaxBorrowing = None,
+    max_ttft: MaxTtft = None,
     kv_swap_memory: KvSwapMemory = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
@@ -91,10 +96,13 @@ def run(
         max_copy_gb_per_s=max_copy_gb_per_s,
         batching=batching,
         max_delay=max_delay_by_grouping,
+        tenants=tenant,
+        max_borrowing=max_borrowing,
+        max_ttft=max_ttft,
         kv_swap_memory=kv_swap_memory,
     )
-    outcome = _replay(profile, workload, model, options)
-    summary = outcome.summary()
+    outcome, tenants = _replay(profile, workload, model, options)
+    summary = outcome.summary() | tenants
 
     def write_figures(path: Path) -> None:
         timeline = asdict(outcome.timeline())
@@ -249,10 +257,24 @@ def _of_file(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error
 
 
-def _replay(profile: Path, workload: Path, model: str | None, options: TwinOptions) -> Outcome:
+def _replay(
+    profile: Path, workload: Path, model: str | None, options: TwinOptions
+) -> tuple[Outcome, dict[str, Any]]:
+    """Return the outcome, and the figures of tenants if there are any."""
     from loraplex.twin.replay import replay
+    from loraplex.twin.tenant_figures import summary_of
 
-    return replay(read_profile_of(profile, model), *read_inputs(workload, options))
+    found = read_profile_of(profile, model)
+    requests, chosen = read_inputs(workload, options)
+    if chosen.limits_waiting:
+        from loraplex.fleet.policy import Policy
+        from loraplex.twin.fleet_run import FleetOptions, FleetRuns
+
+        one = FleetRuns(found, requests, FleetOptions(num_replicas=1, replay=chosen))
+        outcome = one.run(Policy.of("round-robin", None)).all
+    else:
+        outcome = replay(found, requests, chosen)
+    return outcome, summary_of(outcome, chosen.tenants, chosen.max_ttft_s)
 
 
 def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
@@ -276,6 +298,7 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     if summary["num_lost"]:
         lost = summary["num_lost"]
         typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")
+    show_tenants(summary)
     if is_overloaded:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
 
@@ -291,6 +314,8 @@ def _rows(outcome: Outcome) -> list[dict[str, Any]]:
             "finish_s": each.finish_s,
             "failed": each.failed,
             "lost": each.lost,
+            "refused": each.refused,
+            **({"tenant": each.request.tenant} if each.request.tenant else {}),
         }
         for each in outcome.requests
     ]

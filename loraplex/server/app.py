@@ -36,6 +36,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
                 Administrators(deps.admin_keys, has_tenants=deps.tenants is not None),
                 deps.bodies,
                 deps.metrics.clock,
+                deps.placement_file,
             )
         )
     if deps.tenants is not None:

@@ -24,6 +24,7 @@ from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
 if TYPE_CHECKING:
+    from loraplex.server.fleet.kept_placement import PlacementFile
     from loraplex.server.traces import Traces
 
 
@@ -34,8 +35,9 @@ class ServerDeps:
     `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
-    none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine. `tenants`:
-    None if all clients have the same rights. `traces`: None if none are asked for.
+    none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine.
+    `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `tenants`: None if
+    all clients have the same rights. `traces`: None if none are asked for.
     """
 
     text: TextEngine
@@ -53,6 +55,7 @@ class ServerDeps:
     chat: ChatOptions = field(default_factory=ChatOptions)
     templates: RequestTemplates | None = None
     fleet: Fleet | None = None
+    placement_file: PlacementFile | None = None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)

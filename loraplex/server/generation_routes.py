@@ -34,6 +34,7 @@ from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
+from loraplex.server.tool_calls.call_ids import with_accepted_ids
 from loraplex.server.tool_calls.tool_use import ToolUse
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
@@ -190,7 +191,9 @@ def _template(deps: ServerDeps, body: ChatRequest) -> str:
 
 async def _encode_chat(deps: ServerDeps, body: ChatRequest, tools: ToolUse | None) -> list[int]:
     """Return the tokens of a conversation, by the model's chat template or the request's own."""
-    prompts, messages = deps.text.prompts, template_messages(body.messages)
+    prompts = deps.text.prompts
+    tool_format = deps.chat.tool_format(_template(deps, body))
+    messages = with_accepted_ids(template_messages(body.messages), tool_format)
     add_generation_prompt = body.add_generation_prompt is not False
     for_template = () if tools is None else tools.for_template
     will_be_cut = body.truncate_prompt_tokens is not None
@@ -342,6 +345,7 @@ def _response(
         adapter=generation.lease.name,
         is_canary=generation.lease.is_canary,
         num_prompt_tokens=sum(map(len, checked.prompts)),
+        num_prompts=len(checked.prompts),
         num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
     )

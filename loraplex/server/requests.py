@@ -31,6 +31,7 @@ MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
 MAX_SALT_CHARS: Final = 256
 MAX_TEMPLATE_CHARS: Final = 2**16
+MAX_PLAN_NAME_CHARS: Final = 200
 MAX_LISTED_CHOICES: Final = 1024
 """Most texts of `guided_choice`."""
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -251,11 +252,14 @@ class GivenAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class PlacementRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`replicas`: the replicas that the placement was made for, which must be all of the fleet. `dry_run`:
-    check it, and change nothing."""
+    check it, and change nothing. `plan`: what people call it, for `fleet status` and the log."""
 
     replicas: list[int]
     adapters: list[GivenAdapter]
     dry_run: bool = False
+    plan: Annotated[str, Meta(max_length=MAX_PLAN_NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] | None = (
+        None
+    )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

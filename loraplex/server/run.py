@@ -70,6 +70,7 @@ from loraplex.server.web_guard import WebAccess
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.backend_replicas import Backends
+    from loraplex.server.fleet.kept_placement import PlacementFile
     from loraplex.server.fleet.ray_cluster import RayPlace
 
 logger = logging.getLogger(__name__)
@@ -363,6 +364,7 @@ async def _start(
         chat=options.chat,
         templates=_request_templates(options, stack),
         fleet=fleet,
+        placement_file=None if fleet is None else _placement_file(state_dir, key),
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
         is_resampled=client.is_resampled,
@@ -479,6 +481,12 @@ async def _engine(
         log=log,
     )
     return fleet, fleet
+
+
+def _placement_file(state_dir: Path, key: str) -> PlacementFile:
+    from loraplex.server.fleet.kept_placement import PlacementFile  # not needed by a single server
+
+    return PlacementFile(state_dir, key)
 
 
 async def _shadow_twin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -251,6 +252,13 @@ def test_mistral_gets_ids_that_its_templates_accept(tool_api: ToolApi) -> None:
     call_id = answer["message"]["tool_calls"][0]["id"]
     assert (len(call_id), call_id.isalnum()) == (9, True)
     assert answer["message"]["content"] is None, "its mark is a special token, and shown for this alone"
+    # Those of calls made elsewhere are replaced.
+    for given, seen in ((call_id, call_id), ("call_1", None)):
+        called = {"role": "assistant", "tool_calls": [{**answer["message"]["tool_calls"][0], "id": given}]}
+        result = {"role": "tool", "tool_call_id": given, "content": "rain"}
+        tool_api.chat(messages=[*CHAT["messages"], called, result])
+        (found,) = re.findall('"id": "(.*?)"', tool_api.prompt)
+        assert (len(found), found == (seen or found)) == (9, True)
 
 
 def test_strict_tools_and_schemas_become_one_grammar(tool_api: ToolApi) -> None:
