@@ -35,8 +35,8 @@ class ServerDeps:
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
     `is_resampled`: see ServingEngine. `placement_file`: where a placement that the fleet is given is kept;
-    None for nowhere. `tenants`: None if all clients have the same rights. `traces`: None if
-    none are asked for.
+    None for nowhere. `engine_costs`: returns the profile that the engines report, as JSON. `tenants`: None if
+    all clients have the same rights. `traces`: None if none are asked for.
     """
 
     text: TextEngine
@@ -54,6 +54,7 @@ class ServerDeps:
     chat: ChatOptions = field(default_factory=ChatOptions)
     fleet: Fleet | None = None
     placement_file: PlacementFile | None = None
+    engine_costs: Callable[[], str | None] = lambda: None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)
