@@ -138,10 +138,16 @@ def make(
             "twin judges, or leave --slo-ttft and --slo-itl out",
             param_hint="--surrogate",
         )
-    demand = asked_demand(
-        workload, adapters, mean_prompt_tokens, mean_output_tokens, from_url=from_url, api_key=api_key
-    )
     found = read_profile_of(profile, None)
+    demand = asked_demand(
+        workload,
+        adapters,
+        mean_prompt_tokens,
+        mean_output_tokens,
+        from_url=from_url,
+        api_key=api_key,
+        profile=found,
+    )
     judge = None if surrogate is None else _judge_of(surrogate, found, demand)
     with shown_progress("planning") as report:
         plan = make_plan(
@@ -211,6 +217,8 @@ def check(
 
     read = read_plan(plan)
     found = read_profile_of(profile or Path(read.profile), None)
+    if profile is not None and str(profile) != read.profile:
+        typer.echo(f"checked with {profile}; the plan was made with {read.profile}", err=True)
     checked = _checked(read, found, seeds=_seeds_of(seeds), seconds=seconds)
     with files_saved((json_out, lambda path: save_json(path, figures_of(checked, found)))):
         show_plan(read, checked, found)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli.engine_of_plan import warn_of_other_engine
+from loraplex.cli.measured_demand import engine_at
 from loraplex.cli.placement_calls import body_of, give, placement_at
 from loraplex.cli.placement_calls import release as release_placement
 from loraplex.cli.plan_demand import check_finite
@@ -98,6 +100,7 @@ def apply(
     present = give(base_url, api_key, body, dry_run=True)
     steps = steps_to(read, present)
     show_steps(read, present, steps)
+    _warn_of_other_engine(read, base_url, api_key)
     if not force:
         check_serves(read)
     if dry_run:
@@ -176,6 +179,16 @@ def show_steps(plan: Plan, present: Placement, steps: list[Step]) -> None:
         f"{plural('load', cost.num_loads)} of {cost.num_bytes / 2**20:,.1f} MiB in all, which take the "
         f"replica with most of them {cost.longest_s:.2f} s"
     )
+
+
+def _warn_of_other_engine(plan: Plan, base_url: str, api_key: str | None) -> None:
+    from loraplex.perf.named_profiles import find_profile
+
+    try:
+        profile = find_profile(Path(plan.profile))
+    except UserError:  # said already, as the price of the steps is not known
+        return
+    warn_of_other_engine(profile, engine_at(base_url, api_key), base_url)
 
 
 def _replicas(numbers: frozenset[int]) -> str | None:

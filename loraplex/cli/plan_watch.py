@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from loraplex.cli.engine_of_plan import warn_of_other_engine
 from loraplex.cli.json_out import check_writable, files_saved, save_json
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.cli.placement_calls import check_num_gpus, placement_at
@@ -76,9 +77,10 @@ def watch(
     read = read_plan(plan)
     profile = read_profile_of(Path(read.profile), None)
     hysteresis = Hysteresis(1 if once else NUM_LOOKS)
+    said: set[str] = set()
     while True:
         try:
-            is_proposed = _look_once(read, profile, base_url, api_key, hysteresis, out, json_out)
+            is_proposed = _look_once(read, profile, base_url, api_key, hysteresis, said, out, json_out)
         except LoraplexError as error:
             if once:
                 raise
@@ -95,16 +97,20 @@ def _look_once(
     base_url: str,
     api_key: str | None,
     hysteresis: Hysteresis,
+    said: set[str],
     out: Path | None,
     json_out: Path | None,
 ) -> bool:
-    """Look at the fleet, and print and write what was found; return whether another plan is proposed."""
+    """Look at the fleet, and print and write what was found; return whether another plan is proposed. `said`:
+    how its engines were found not to be those of the profile, which is said once."""
     from loraplex.planner.plan_file import write_plan
     from loraplex.planner.watch import look_at, served_now
 
     present = placement_at(base_url, api_key)
     check_num_gpus(plan, present.replicas)
     measured = measured_demand(base_url, api_key)
+    if not said and (words := warn_of_other_engine(profile, measured.engine, base_url)) is not None:
+        said.add(words)
     demand = _served(measured.demand, present)
     served = served_now(plan, demand, _shares(plan, present))
     with shown_progress("looking at the fleet") as report:

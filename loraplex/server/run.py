@@ -354,6 +354,7 @@ async def _start(
         metrics=ServerMetrics(clock),
         base_root=str(folder),
         engine_status=lambda: client.status,
+        engine_costs=lambda: None if client.info is None else client.info.costs,
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
         web=_web_access(options),
