@@ -152,7 +152,15 @@ class WaitingRoom:
             admission = self.admission
         retry_after_s = admission.retry_after_s(predicted, waited_s, limit_s=limit_s)
         ttft_s = waited_s + admission.correction * predicted.ttft_s
+        if waited_s + predicted.ttft_s <= limit_s and self._is_first(caller.tenant):
+            retry_after_s = None
         return Verdict(retry_after_s, ttft_s, limit_s, is_slo)
+
+    def _is_first(self, tenant: str) -> bool:
+        """Return whether a tenant with rights has nothing waiting. Its next request is admitted unless it
+        would be late without any correction: a correction that is too large would never be found wrong."""
+        lines = self._lines.get(tenant, {}).values()
+        return tenant in self._admissions and not any(line.num_encoded for line in lines)
 
     def came(self, predicted: Forecast, measured_s: float, caller: Caller) -> None:
         """Record the time to the first token of a request that was admitted with this prediction."""
