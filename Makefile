@@ -73,7 +73,7 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 # pip compiles all modules on one core, a third of the install. Here all cores do, and leave out what nothing
 # in the tests imports, or what is compiled already (mypy); a module that cannot be compiled (a template, say) is
 # no error.
-NEVER_IMPORTED := /(tests?|test_utils|fontTools|graphql|mypyc?|networkx|pip|setuptools|werkzeug|$\
+NEVER_IMPORTED := /(tests?|test_utils|fontTools|graphql|mypyc?|networkx|pip|playwright/async_api|setuptools|werkzeug|$\
 	huggingface_hub/(cli|inference)|hypothesis/extra|$\
 	moto/(?!cloudwatch|core|events|iam|moto_|s3|sts|utilities)[^/]+|numba/cuda|numpy/(distutils|f2py)|pydantic/v1|pygments/lexers|$\
 	ray/(air|autoscaler|dag|dashboard|data|llm|rllib|serve|train|tune)|schemathesis/cli|$\

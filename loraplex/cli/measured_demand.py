@@ -15,7 +15,7 @@ from loraplex.core.progress import in_words
 
 if TYPE_CHECKING:
     from loraplex.planner.demand import Demand
-    from loraplex.server.responses import DemandInfo
+    from loraplex.server.responses import DemandInfo, EngineInfo
 
 _PATH: Final = "/v1/demand"
 _FEW: Final = 100
@@ -23,10 +23,11 @@ _FEW: Final = 100
 
 
 class Measured(NamedTuple):
-    """A measured demand. `is_rough`: rates are of few requests."""
+    """A measured demand. `is_rough`: rates are of few requests. `engine`: of the server, if it says."""
 
     demand: Demand
     is_rough: bool
+    engine: EngineInfo | None = None
 
 
 def measured_demand(url: str, api_key: str | None) -> Measured:
@@ -54,7 +55,14 @@ def measured_demand(url: str, api_key: str | None) -> Measured:
         prompt_tokens=max(found.prompt_tokens, 1.0),
         output_tokens=max(found.output_tokens, 1.0),
     )
-    return Measured(demand, is_rough=_num_requests(found) < _FEW)
+    return Measured(demand, is_rough=_num_requests(found) < _FEW, engine=found.engine)
+
+
+def engine_at(url: str, api_key: str | None) -> EngineInfo | None:
+    """Return what the engines of a server are; None if it does not say."""
+    from loraplex.server.responses import DemandInfo
+
+    return struct_of(DemandInfo, url, _PATH, api_key, kind="a measured demand").engine
 
 
 def _num_requests(found: DemandInfo) -> int:

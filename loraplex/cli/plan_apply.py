@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli.engine_of_plan import warn_of_other_engine
+from loraplex.cli.measured_demand import engine_at
 from loraplex.cli.placement_calls import body_of, give, placement_at
 from loraplex.cli.placement_calls import release as release_placement
+from loraplex.cli.plan_demand import check_finite
+from loraplex.cli.plan_show import unit_of
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
@@ -80,21 +84,23 @@ def apply(
     """
     from loraplex.planner.plan_file import read_plan
 
+    check_finite(timeout=timeout)
     read = read_plan(plan)
     if vllm_commands:
         if dry_run:
-            raise UserError("--vllm-commands changes nothing; leave --dry-run out")
+            raise typer.BadParameter("--vllm-commands changes nothing; leave it out", param_hint="--dry-run")
         if not force:
             check_serves(read)
         _print_commands(read, model, adapters_dir)
         return
     if model is not None or adapters_dir is not None:
-        raise UserError("--model and --adapters-dir are for --vllm-commands; leave them out")
+        raise typer.BadParameter("--model and --adapters-dir are for --vllm-commands; leave them out")
     present = placement_at(base_url, api_key)
     body = body_of(read, present.replicas, plan.name)
     present = give(base_url, api_key, body, dry_run=True)
     steps = steps_to(read, present)
     show_steps(read, present, steps)
+    _warn_of_other_engine(read, base_url, api_key)
     if not force:
         check_serves(read)
     if dry_run:
@@ -175,6 +181,16 @@ def show_steps(plan: Plan, present: Placement, steps: list[Step]) -> None:
     )
 
 
+def _warn_of_other_engine(plan: Plan, base_url: str, api_key: str | None) -> None:
+    from loraplex.perf.named_profiles import find_profile
+
+    try:
+        profile = find_profile(Path(plan.profile))
+    except UserError:  # said already, as the price of the steps is not known
+        return
+    warn_of_other_engine(profile, engine_at(base_url, api_key), base_url)
+
+
 def _replicas(numbers: frozenset[int]) -> str | None:
     return ", ".join(map(str, sorted(numbers))) or None
 
@@ -195,21 +211,22 @@ def check_serves(plan: Plan) -> None:
             report=lambda share: report("GPUs", share),
         )
     if not checked.holds:
+        failing = _failing(checked, unit_of(plan, profile))
         raise UserError(
-            f"the plan does not hold in the twin: {_failing(checked)}; make another (`loraplex plan check "
-            "PLAN` shows more), or apply it as it is with --force"
+            f"the plan does not hold in the twin: {failing}; make another (`loraplex plan check PLAN` shows "
+            "more), or apply it as it is with --force"
         )
 
 
-def _failing(checked: PlanCheck) -> str:
+def _failing(checked: PlanCheck, unit: str) -> str:
     named = []
     for number, gpu in enumerate(checked.gpus):
         if not gpu.fits:
-            named.append(f"GPU {number} has no memory for so many slots")
+            named.append(f"{unit} {number} has no memory for so many slots")
         elif gpu.num_starved:
-            named.append(f"GPU {number} starves and serves {gpu.share_served:.0%} of what is offered")
+            named.append(f"{unit} {number} starves and serves {gpu.share_served:.0%} of what is offered")
         elif gpu.missed:
-            named.append(f"GPU {number} has a {' and a '.join(gpu.missed)}")
+            named.append(f"{unit} {number} has a {' and a '.join(gpu.missed)}")
     return _some(named)
 
 

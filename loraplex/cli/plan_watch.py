@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from loraplex.cli.engine_of_plan import warn_of_other_engine
 from loraplex.cli.json_out import check_writable, files_saved, save_json
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.cli.placement_calls import check_num_gpus, placement_at
 from loraplex.cli.plan_apply import PlanPath
+from loraplex.cli.plan_demand import check_finite
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.twin_options import JsonPath
 from loraplex.core.errors import LoraplexError
@@ -65,6 +67,7 @@ def watch(
     That is when a GPU starves or misses a limit in the twin, or when fewer GPUs would do. Says what moving
     costs and gains, and applies nothing.
     """
+    check_finite(every=every)
     check_writable(out, "--out", inputs=(plan,))
     check_writable(json_out, inputs=tuple(path for path in (plan, out) if path is not None))
     from loraplex.cli.twin_options import read_profile_of
@@ -74,9 +77,10 @@ def watch(
     read = read_plan(plan)
     profile = read_profile_of(Path(read.profile), None)
     hysteresis = Hysteresis(1 if once else NUM_LOOKS)
+    said: set[str] = set()
     while True:
         try:
-            is_proposed = _look_once(read, profile, base_url, api_key, hysteresis, out, json_out)
+            is_proposed = _look_once(read, profile, base_url, api_key, hysteresis, said, out, json_out)
         except LoraplexError as error:
             if once:
                 raise
@@ -93,16 +97,20 @@ def _look_once(
     base_url: str,
     api_key: str | None,
     hysteresis: Hysteresis,
+    said: set[str],
     out: Path | None,
     json_out: Path | None,
 ) -> bool:
-    """Look at the fleet, and print and write what was found; return whether another plan is proposed."""
+    """Look at the fleet, and print and write what was found; return whether another plan is proposed. `said`:
+    how its engines were found not to be those of the profile, which is said once."""
     from loraplex.planner.plan_file import write_plan
     from loraplex.planner.watch import look_at, served_now
 
     present = placement_at(base_url, api_key)
     check_num_gpus(plan, present.replicas)
     measured = measured_demand(base_url, api_key)
+    if not said and (words := warn_of_other_engine(profile, measured.engine, base_url)) is not None:
+        said.add(words)
     demand = _served(measured.demand, present)
     served = served_now(plan, demand, _shares(plan, present))
     with shown_progress("looking at the fleet") as report:

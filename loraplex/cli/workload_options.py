@@ -138,10 +138,12 @@ LengthsFile = Annotated[
     ),
 ]
 PromptTokens = Annotated[
-    int | None, _option(_LENGTHS, f"Fixed, or the median. Default: {recipe.DEFAULT_PROMPT_TOKENS}.")
+    int | None,
+    _option(_LENGTHS, f"Fixed, or the median, no mean. Default: {recipe.DEFAULT_PROMPT_TOKENS}."),
 ]
 OutputTokens = Annotated[
-    int | None, _option(_LENGTHS, f"Fixed, or the median. Default: {recipe.DEFAULT_OUTPUT_TOKENS}.")
+    int | None,
+    _option(_LENGTHS, f"Fixed, or the median, no mean. Default: {recipe.DEFAULT_OUTPUT_TOKENS}."),
 ]
 PromptSigma = Annotated[
     float | None,

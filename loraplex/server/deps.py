@@ -36,8 +36,9 @@ class ServerDeps:
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
     none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine.
-    `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `tenants`: None if
-    all clients have the same rights. `traces`: None if none are asked for.
+    `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `engine_costs`:
+    returns the profile that the engines report, as JSON. `tenants`: None if all clients have the same
+    rights. `traces`: None if none are asked for.
     """
 
     text: TextEngine
@@ -56,6 +57,7 @@ class ServerDeps:
     templates: RequestTemplates | None = None
     fleet: Fleet | None = None
     placement_file: PlacementFile | None = None
+    engine_costs: Callable[[], str | None] = lambda: None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)

@@ -26,7 +26,6 @@ import zmq
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
-from loraplex.core.rare_collections import collecting_rarely
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
 from loraplex.engine.options import EngineOptions
@@ -304,8 +303,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
     started_s = time.monotonic()
     pool = ReplicaPool()
     try:
-        with collecting_rarely():
-            built = build_core(launch, events, pool)
+        built = build_core(launch, events, pool)
         core = built.core
         host = _LOOPBACK if launch.remote is None else launch.remote.host
         loop = EngineLoop(core, commands, events, pool, host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -102,7 +103,7 @@ def _model_name(deps: ServerDeps, body: SamplingFields) -> str:
         return body.model
     if body.model not in ("", deps.adapters.base_model, body.adapter_id):
         raise InvalidRequestError(
-            f"model is {body.model!r} and adapter_id {body.adapter_id!r}; send one of them as "
+            f"model is {body.model[:1024]!r} and adapter_id {body.adapter_id!r}; send one of them as "
             f"both, or the base model {deps.adapters.base_model!r} as model",
             param="adapter_id",
         )
@@ -327,8 +328,11 @@ def _generation(
 
 
 def _salt(of_tenant: str, of_request: str | None) -> str:
-    """Return the salt of a request, which no other tenant can have: a tenant's name has no slash."""
-    return of_tenant if of_request is None else f"{of_tenant}/{of_request}"
+    """Return the salt of a request, which no other tenant can have: a tenant's name has no slash. It has few
+    characters, as a server behind this one limits them too."""
+    if of_request is None:
+        return of_tenant
+    return f"{of_tenant}/{hashlib.sha256(of_request.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def _response(

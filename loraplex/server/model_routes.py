@@ -32,6 +32,7 @@ from loraplex.server.responses import (
     AdapterList,
     CanaryInfo,
     DemandInfo,
+    EngineInfo,
     Model,
     ModelList,
     PreviousVersion,
@@ -371,7 +372,17 @@ def _demand_info(deps: ServerDeps) -> DemandInfo:
             )
             for each in deps.adapters.served()
         ],
+        engine=_engine_info(deps.engine_costs()),
     )
+
+
+def _engine_info(costs: str | None) -> EngineInfo | None:
+    """Return what the profile in JSON that an engine reports is about."""
+    return None if costs is None else msgspec.json.decode(costs, type=_Costs).subject
+
+
+class _Costs(msgspec.Struct, frozen=True):
+    subject: EngineInfo
 
 
 def _canary_info(

@@ -118,7 +118,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     # LoRAX's: instead of `model`, which is then the base model or empty.
-    adapter_id: str | None = None
+    adapter_id: Annotated[str, Meta(max_length=1024)] | None = None
     # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
     # canary.
     user: str | None = None

@@ -246,11 +246,22 @@ class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engines of a server are, as a profile names it: machine, device, the model's shape, dtype."""
+
+    machine: str
+    device: str
+    model: str
+    dtype: str
+    num_layers: int
+
+
 class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of the last half hour, or since the start: of the last `seconds`. `base_requests`: those
     for the base model alone, which are in none of the other figures. `prompt_tokens` and `output_tokens`:
     means of an answer for an adapter and of its prompt; null until there is one, or one was answered. A
-    request for n answers counts n times, and so does its prompt, as each answer is a sequence of its own."""
+    request for n answers counts n times, and so does its prompt, as each answer is a sequence of its own.
+    `engine`: null for a front of servers that run elsewhere."""
 
     object: Literal["demand"] = "demand"
     seconds: float
@@ -258,6 +269,7 @@ class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float | None
     output_tokens: float | None
     data: list[AdapterDemandInfo]
+    engine: EngineInfo | None = None
 
 
 class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,6 @@ from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
-from loraplex.core.rare_collections import collecting_rarely
 from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
@@ -206,8 +205,7 @@ async def _run(
     stack: AsyncExitStack,
 ) -> SupervisedEngine:
     """Start everything, then open the front to requests."""
-    with collecting_rarely():
-        deps, client, num_skipped = await _start(options, announcer, front, stack)
+    deps, client, num_skipped = await _start(options, announcer, front, stack)
     # Objects made so far are kept: a full collection would traverse them all and delay every stream for a
     # third of a second.
     keep_all_made_until_now()
@@ -356,6 +354,7 @@ async def _start(
         metrics=ServerMetrics(clock),
         base_root=str(folder),
         engine_status=lambda: client.status,
+        engine_costs=lambda: None if client.info is None else client.info.costs,
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
         web=_web_access(options),

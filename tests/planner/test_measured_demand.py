@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.cli.measured_demand import measured_demand
+from loraplex.cli.plan_demand import asked_demand
 from loraplex.core.errors import UserError
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.plan import whole_adapters
 from loraplex.planner.plan_file import read_plan
@@ -42,6 +46,34 @@ def test_a_plan_is_made_from_it(tmp_path: Path) -> None:
         "a": 0.5,
         "idle": 0.0,
     }
+
+
+OWN = "h200-llama-2-7b"
+
+
+@pytest.mark.parametrize(
+    ("profile", "change", "words"),
+    [
+        (OWN, {}, None),
+        (OWN, {"machine": "4 cores of Z80", "dtype": "float32"}, "instead of '4 cores of Z80'"),
+        (PROFILE_NAME, {}, "an engine with slots for 'llama-3.1-8b-instruct' instead of loraplex's own"),
+    ],
+)
+def test_a_profile_of_other_engines_is_pointed_out(
+    profile: str, change: dict[str, str], words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = find_profile(Path(OWN))
+    assert isinstance(found, CostModel)
+    engine = asdict(found.subject) | change
+    with answering({PATH: (200, demand_of({"a": 0.5}) | {"engine": engine})}) as url:
+        asked_demand(None, None, None, None, from_url=url, profile=find_profile(Path(profile)))
+    said = capsys.readouterr().err
+    if words is None:
+        assert said == ""
+        return
+    assert f"the profile is not of the engines of {url}" in said
+    assert words in said
+    assert ("measure one there" if change else f"plan with --profile {OWN}") in said
 
 
 def test_few_requests_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:

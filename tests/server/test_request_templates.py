@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_a_template_makes_the_prompt_and_cannot_stop_the_server(trusting: Api) -
         assert (status, reason in message) == (400, True), message
     assert ask(trusting, "x", chat_template_kwargs={"tools": []})[0] == 400
     assert ask(trusting, template, chat_template_kwargs=kwargs) == (200, "<|im_end|>hiyou!"), "after a kill"
+
+
+def test_an_answer_that_nobody_waits_for_is_not_the_next_ones() -> None:
+    async def scenario() -> None:
+        templates = RequestTemplates()
+
+        async def render(template: str) -> str:
+            return await templates.render(template, [], tools=(), add_generation_prompt=True, variables={})
+
+        assert await render("zero") == "zero"
+        given_up = asyncio.create_task(render("first"))
+        for _ in range(3):  # it is sent
+            await asyncio.sleep(0)
+        given_up.cancel()
+        assert await render("second") == "second"
+        await templates.close()
+
+    asyncio.run(scenario())
 
 
 def test_tools_are_refused_by_a_template_that_does_not_know_them(trusting: Api) -> None:

@@ -278,6 +278,7 @@ def test_mistakes_are_told_apart_by_exit_code(arguments: list[str], exit_code: i
         (["--api-key", ""], "--api-key"),
         (["--api-key", "good", "--api-key", " "], "--api-key"),
         (["--admin-key", " "], "--admin-key"),
+        (["--api-key", "k", "--tenants", "t.toml"], "loraplex tenant add"),
         (["--allowed-origins", "chat.example.com"], "is not an origin"),
         (["--allowed-hosts", "http://x"], "is not a host name"),
     ],

@@ -141,6 +141,9 @@ def test_a_call_that_is_cut_is_no_reason_to_call(tool_api: ToolApi) -> None:
     )  # fmt: skip
     answer = tool_api.chat(max_tokens=len(tool_api.tokenizer.encode(CALL)) - 12)
     assert (answer["finish_reason"], answer["message"]["content"]) == ("length", None)
+    tool_api.says(CALL + " and so on and on")
+    answer = tool_api.chat(max_tokens=len(tool_api.tokenizer.encode(CALL)) + 2)
+    assert (answer["finish_reason"], len(answer["message"]["tool_calls"])) == ("length", 1)
 
 
 def test_no_more_than_one_call_unless_they_may_be_parallel(tool_api: ToolApi) -> None:

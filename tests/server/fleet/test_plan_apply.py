@@ -155,6 +155,7 @@ def test_a_dry_run_shows_the_steps_and_changes_nothing(fleet: str, tmp_path: Pat
     shown = command(fleet, "apply", plan_in(tmp_path, ("cold",), ("one",), ()), "--force", "--dry-run")
     assert shown.returncode == 0, shown
     assert "1 adapter to move: 1 load of" in shown.stdout
+    assert f"the profile is not of the engines of {fleet}: machine" in shown.stderr
     assert "nothing was changed" in shown.stdout
     assert placement(fleet) == before
 

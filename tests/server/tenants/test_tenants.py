@@ -247,11 +247,13 @@ def test_only_operators_see_what_is_about_everybody(api: Api) -> None:
 
 def test_the_cache_is_apart_and_requests_carry_their_tenant(make_api: Callable[..., Api]) -> None:
     text = tenants_file() + "\n[adapters.acme-chat]\nslo_ttft = 0.25\n"
-    for shares, salts in ((False, ["acme", "acme/mine", "ops", ""]), (True, ["", "/mine", "", ""])):
+    mine = "m" * 256
+    own = f"/{hashlib.sha256(mine.encode()).hexdigest()}"
+    for shares, salts in ((False, ["acme", f"acme{own}", "ops", ""]), (True, ["", own, "", ""])):
         start = f"share_prefix_cache = {str(shares).lower()}\n"
         api = make_api(tenants=start + text, admin_keys=("root",), names=NAMES)
         chat(api, "acme", "base", max_tokens=1)
-        chat(api, "acme", "acme-chat", max_tokens=1, cache_salt="mine", priority=3)
+        chat(api, "acme", "acme-chat", max_tokens=1, cache_salt=mine, priority=3)
         chat(api, "ops", "base", max_tokens=1)
         body = {"model": "base", "prompt": "x", "max_tokens": 1}
         api.post("/v1/completions", body, headers={"Authorization": "Bearer root"})
