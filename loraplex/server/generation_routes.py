@@ -352,6 +352,7 @@ def _response(
         num_prompts=len(checked.prompts),
         num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
+        objective=access_of(request.scope).objective(generation.lease.name),
     )
     return GenerationResponse(
         text=deps.text,

@@ -6,6 +6,7 @@ and each request holds its counters.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from loraplex.core.request import FinishReason, PhaseTimes
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.failure import Failure
 from loraplex.server.recent_demand import RecentDemand
+from loraplex.server.tenants.objective import Objective
 
 TTFT_BUCKETS_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
@@ -194,16 +196,18 @@ class ServerMetrics:
         num_choices: int,
         arrival_s: float,
         is_canary: bool = False,
+        objective: Objective | None = None,
     ) -> RequestMeter:
         """Begin to measure a request; the caller must call `close` on the result. `num_prompt_tokens`: of its
-        `num_prompts` prompts, each counted once; `num_choices`: of all of them."""
+        `num_prompts` prompts, each counted once; `num_choices`: of all of them. `objective`: its targets, if
+        it has any."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
         traffic.num_canary_requests += is_canary
         num_computed = num_prompt_tokens * num_choices // max(num_prompts, 1)
         self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_computed)
         demand = None if adapter is None else self.demand
-        return RequestMeter(self, traffic, demand, num_prompt_tokens, num_choices, arrival_s)
+        return RequestMeter(self, traffic, demand, num_prompt_tokens, num_choices, arrival_s, objective)
 
 
 class RequestMeter:
@@ -217,8 +221,10 @@ class RequestMeter:
         num_prompt_tokens: int,
         num_choices: int,
         arrival_s: float,
+        objective: Objective | None = None,
     ) -> None:
         self._metrics = metrics
+        self._objective = objective
         self._traffic = traffic
         self._demand = demand
         self._num_prompt_tokens = num_prompt_tokens
@@ -286,6 +292,8 @@ class RequestMeter:
             self.finish_reasons[reason] += num_unfinished
         if self.first_token_s is None:
             self._traffic.num_waiting -= 1
+            if self._objective is not None and self.failure is not None:
+                self._objective.first_token(math.inf)
             return
         self._traffic.num_running -= 1
         self._metrics.num_generating -= 1
@@ -298,12 +306,17 @@ class RequestMeter:
         if self._num_tokens > 1:
             tokens_after_first = self._num_tokens - 1
             self._metrics.per_output_token.observe((now_s - self.first_token_s) / tokens_after_first)
+        tokens_each = self._num_tokens / self.num_choices
+        if self._objective is not None and tokens_each > 1:
+            self._objective.later_tokens((now_s - self.first_token_s) / (tokens_each - 1))
 
     def _on_first_batch(self, now_s: float) -> None:
         metrics = self._metrics
         self.first_token_s = now_s
         metrics.num_prompt_tokens += self._num_prompt_tokens
         metrics.ttft.observe(now_s - self.arrival_s)
+        if self._objective is not None:
+            self._objective.first_token(now_s - self.arrival_s)
         self._traffic.ttft.observe(now_s - self.arrival_s)
         self._traffic.num_waiting -= 1
         self._traffic.num_running += 1

@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from loraplex.core.tenants import NO_TENANT
 from loraplex.server.tenants.account import Account
+from loraplex.server.tenants.objective import Objective
 from loraplex.server.tenants.tenants_file import AdapterSlo, LoadSources, Tenant
 
 _STATE_KEY: Final = "loraplex.access"
@@ -71,6 +72,20 @@ class Access:
         """Return the target of an adapter for the first token; None if it has none of its own."""
         slo = None if adapter is None else self._slos.get(adapter)
         return None if slo is None else slo.slo_ttft
+
+    def objective(self, adapter: str | None) -> Objective | None:
+        """Return the targets of a request, those of its adapter before those of its tenant; None if there are
+        none, or if nobody's requests are counted."""
+        if self._tenant is None or self.account is None:
+            return None
+        policy, slo = self._tenant.policy, None if adapter is None else self._slos.get(adapter)
+        ttft_s, tpt_s = policy.slo_ttft, policy.slo_tpt
+        if slo is not None:
+            ttft_s = ttft_s if slo.slo_ttft is None else slo.slo_ttft
+            tpt_s = tpt_s if slo.slo_tpt is None else slo.slo_tpt
+        if ttft_s is None and tpt_s is None:
+            return None
+        return Objective(ttft_s, tpt_s, self.account.num_reached)
 
     def uses(self, adapter: str) -> bool:
         """Return whether it may send requests to an adapter."""

@@ -22,6 +22,7 @@ from loraplex.core.errors import InvalidRequestError
 from loraplex.server.errors import QuotaError
 from loraplex.server.rate_limits import Header, RateLimit, rate_limit_headers
 from loraplex.server.tenants.minute_window import MinuteWindow
+from loraplex.server.tenants.objective import Reached
 
 _EXPECTED_AT_FIRST: Final = 256
 _WEIGHT_OF_LATEST: Final = 1 / 16
@@ -45,7 +46,8 @@ class OverQuota(StrEnum):
 
 
 class Account:
-    """The use of one tenant since the start. `num_refused`: requests refused with 429 for a limit."""
+    """The use of one tenant since the start. `num_refused`: requests refused with 429 for a limit;
+    `num_reached`: requests by what became of their objectives."""
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._clock = clock
@@ -57,6 +59,7 @@ class Account:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_refused: Counter[OverQuota] = Counter()
+        self.num_reached: Counter[Reached] = Counter()
         self.change(limits)
 
     def change(self, limits: Limits) -> None:

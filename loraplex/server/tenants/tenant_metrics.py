@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from loraplex.server.tenants.account import Account, OverQuota
+from loraplex.server.tenants.objective import Reached, Target
 from loraplex.server.tenants.tenants import Tenants
 
 
@@ -23,7 +24,7 @@ def render_tenants(tenants: Tenants | None, *, only: str | None = None) -> bytes
         lines = [f'{name}{{tenant="{tenant}"}} {value(account)}\n' for tenant, account in accounts.items()]
         return _family(name, kind, text, "".join(lines))
 
-    refused = "loraplex:tenant_refused_total"
+    refused, reached = "loraplex:tenant_refused_total", "loraplex:tenant_slo_requests_total"
     page = [
         family(
             "loraplex:tenant_requests_total",
@@ -39,6 +40,18 @@ def render_tenants(tenants: Tenants | None, *, only: str | None = None) -> bytes
                 f'{refused}{{reason="{reason}",tenant="{tenant}"}} {account.num_refused[reason]}\n'
                 for tenant, account in accounts.items()
                 for reason in OverQuota
+            ),
+        ),
+        _family(
+            reached,
+            "counter",
+            "Requests by target (time to the first token, for each later token) and whether they reached it",
+            "".join(
+                f'{reached}{{result="{result}",target="{target}",tenant="{tenant}"}} '
+                f"{account.num_reached[Reached(target, is_attained)]}\n"
+                for tenant, account in accounts.items()
+                for target in Target
+                for result, is_attained in (("attained", True), ("missed", False))
             ),
         ),
         family(

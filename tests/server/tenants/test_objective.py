@@ -1,0 +1,69 @@
+"""The objectives of a tenant's requests, and how many reach them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from loraplex.core.clock import ManualClock
+from loraplex.core.errors import EngineDeadError
+from loraplex.core.request import FinishReason
+from loraplex.engine.text_engine import TextDelta
+from loraplex.server.metrics import RequestMeter, ServerMetrics
+from loraplex.server.tenants.objective import Objective, Reached, Target
+
+
+def metered(
+    clock: ManualClock, counts: Counter[Reached], *, ttft_s: float | None = 2.0, tpt_s: float | None = 0.1
+) -> RequestMeter:
+    return ServerMetrics(clock).meter(
+        adapter="a",
+        num_prompt_tokens=1,
+        num_choices=1,
+        arrival_s=clock.now_s(),
+        objective=Objective(ttft_s, tpt_s, counts),
+    )
+
+
+def delta(count: int, reason: FinishReason | None = None) -> list[TextDelta]:
+    ids = (1,) * count
+    return [TextDelta(choice=0, text="x", token_ids=ids, num_sampled=count, finish_reason=reason)]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "each_s", "expected"),
+    [
+        (1.0, 0.05, {Reached(Target.TTFT, True): 1, Reached(Target.TPT, True): 1}),
+        (3.0, 0.05, {Reached(Target.TTFT, False): 1, Reached(Target.TPT, True): 1}),
+        (1.0, 0.5, {Reached(Target.TTFT, True): 1, Reached(Target.TPT, False): 1}),
+    ],
+)
+def test_each_target_counts_by_itself(first_s: float, each_s: float, expected: dict[Reached, int]) -> None:
+    clock, counts = ManualClock(), Counter[Reached]()
+    meter = metered(clock, counts)
+    clock.advance(first_s)
+    meter.on_batch(delta(1))
+    clock.advance(4 * each_s)
+    meter.on_batch(delta(4, FinishReason.LENGTH))
+    meter.close()
+    assert counts == expected
+
+
+def test_a_failure_misses_a_first_token_and_a_client_that_leaves_does_not() -> None:
+    clock, counts = ManualClock(), Counter[Reached]()
+    left = metered(clock, counts)
+    left.close()
+    assert not counts
+    failed = metered(clock, counts)
+    failed.fail(EngineDeadError("died"))
+    failed.close()
+    assert counts == {Reached(Target.TTFT, False): 1}
+
+
+def test_without_a_target_nothing_is_counted() -> None:
+    clock, counts = ManualClock(), Counter[Reached]()
+    meter = metered(clock, counts, ttft_s=None)
+    meter.on_batch(delta(1, FinishReason.STOP))
+    meter.close()
+    assert not counts
