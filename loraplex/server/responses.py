@@ -247,7 +247,7 @@ class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engines of a server are, as a profile names it: machine, device, the model's shape, dtype."""
+    """The engines of a server, as profiles name them: by machine, device, the model's shape and dtype."""
 
     machine: str
     device: str
