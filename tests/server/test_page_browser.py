@@ -16,6 +16,7 @@ NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 NUM_MORE: Final = 1000
 BASE: Final = "<b id=base>base</b>"
 API_KEY, ADMIN_KEY = "key-to-ask", "key-to-change"
+PATIENCE_MS: Final = 60_000
 VIEWS: Final = ("chat", "adapters", "server")
 
 
@@ -24,6 +25,7 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("no Chromium; scripts/install_test_packages.sh installs it, or says why it cannot")
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
         yield browser
@@ -65,7 +67,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on(
             "console",
@@ -99,14 +101,14 @@ def with_keys(visit: Callable[..., Page], small: Small, **options: Any) -> Page:
 
 
 def test_two_adapters_stream_side_by_side(visit: Callable[..., Page], small: Small) -> None:
-    """What the model and the server say is text, however much it looks like markup."""
+    """An answer is text, however much it looks like markup, and so is every name."""
     page = with_keys(visit, small)
     expect(page.locator(".model-input").nth(1)).to_have_value("poet")
     answers = page.locator(".answer")
     small.engine.gate.clear()
     page.locator("#prompt").fill("Say it.")
     page.keyboard.press("Enter")
-    assert all(small.engine.are_held.acquire(timeout=20) for _ in range(2))
+    assert all(small.engine.are_held.acquire(timeout=60) for _ in range(2))
     for column in range(2):
         expect(answers.nth(column)).not_to_be_empty()
         assert len(answers.nth(column).inner_text()) < len(HOSTILE)
