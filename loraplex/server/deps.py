@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class ServerDeps:
     """The parts of a server.
 
-        `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
-        a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
-        the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
+    `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
+    a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
+    the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
     none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine.
     `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `engine_costs`:
-    returns the profile that the engines report, as JSON. `tenants`: None if
-        all clients have the same rights. `traces`: None if none are asked for.
+    returns the profile that the engines report, as JSON. `tenants`: None if all clients have the same rights.
+    `traces`: None if none are asked for.
     """
 
     text: TextEngine
