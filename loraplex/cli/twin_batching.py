@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -38,7 +39,7 @@ from loraplex.cli.twin_options import (
 from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.choices import choice
 from loraplex.core.errors import OptionError, UserError
-from loraplex.core.progress import shown_progress
+from loraplex.core.progress import Report, shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
@@ -123,8 +124,9 @@ def batching(
     expected = f"{len(named)} {plural('run', len(named))}"
     with shown_progress("simulating", expected=expected) as progress:
         for number, policy in enumerate(named):
-            progress(policy, number / len(named))
-            outcome = replay(found, requests, _under(policy, replayed, bound))
+            report = partial(_report, progress, policy, number, len(named))
+            report(0.0)
+            outcome = replay(found, requests, _under(policy, replayed, bound), report)
             summaries[policy] = outcome.summary()
             if outcome.is_overloaded():
                 overloaded.append(policy)
@@ -152,6 +154,11 @@ def batching(
             typer.echo(
                 f"overloaded under {', '.join(overloaded)}: it serves less than 90% of what is asked for"
             )
+
+
+def _report(progress: Report, policy: Batching, number: int, total: int, share: float) -> None:
+    """Report the share of one of several runs that is done."""
+    progress(policy, (number + share) / total)
 
 
 def _named(text: str) -> list[Batching]:

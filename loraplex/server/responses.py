@@ -247,7 +247,7 @@ class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a server, as a profile names them: machine, device, the model's shape, dtype."""
+    """The engines of a server, as profiles name them: by machine, device, the model's shape and dtype."""
 
     machine: str
     device: str

@@ -111,6 +111,11 @@ class Recorder:
         self.running_s = 0.0
         self.waiting_s = 0.0
 
+    @property
+    def num_ended(self) -> int:
+        """Number of requests that have ended here."""
+        return len(self.requests) - len(self._open)
+
     def arrived(self, request_id: str, request: WorkloadRequest) -> RequestOutcome:
         if self._open:
             # Correct for the time between the arrival and the end of the last step, in either direction.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -38,6 +38,8 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 _MODULES: Final = GROUPS["qkv"]
 MAX_RUNNING: Final = 256
+_NUM_REPORTS: Final = 200
+"""Times that a run reports how far it is, at most."""
 MAX_WAITING: Final = 4096
 
 
@@ -145,24 +147,50 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
             raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")
 
 
-def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
-    """Simulate a workload on a profiled engine."""
+def replay(
+    profile: Profile,
+    workload: Sequence[WorkloadRequest],
+    options: ReplayOptions,
+    report: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Simulate a workload on a profiled engine. `report`: gets the share of requests that have ended, on our
+    own engine; an engine with slots takes too little time for that."""
     check_workload(workload, options)
     check_options(profile, options)
     with paused_collector():
         if isinstance(profile, SlotProfile):
             return _on_slots(profile, workload, options)
-        return _on_ours(profile, workload, options)
+        return _on_ours(profile, workload, options, report)
 
 
-def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
+def _on_ours(
+    profile: CostModel,
+    workload: Sequence[WorkloadRequest],
+    options: ReplayOptions,
+    report: Callable[[float], None] | None,
+) -> Outcome:
     engines = OwnEngines(profile, options, longest=longest_of(workload))
     simulator = engines.make()
     for number in range(options.num_adapters):
         engines.register(simulator, number)
     if options.staged:
         simulator.stage_all()
-    return simulator.run(workload, options.until_s)
+    return simulator.run(
+        workload, options.until_s, None if report is None else _shares(report, len(workload))
+    )
+
+
+def _shares(report: Callable[[float], None], num_requests: int) -> Callable[[int], None]:
+    """Return a function that reports a number of requests as their share, if it has grown since."""
+    reported = 0
+
+    def ended(number: int) -> None:
+        nonlocal reported
+        if (number - reported) * _NUM_REPORTS >= num_requests:
+            reported = number
+            report(number / num_requests)
+
+    return ended
 
 
 def from_first_arrival(workload: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:

@@ -95,8 +95,15 @@ class Simulator:
             for load in plan.adapter_loads:  # of an engine that keeps all adapters on its device
                 self.scheduler.adapter_loaded(load.version)
 
-    def run(self, workload: Iterable[WorkloadRequest], until_s: float = math.inf) -> Outcome:
-        """Run the whole workload, or the part of it before `until_s`."""
+    def run(
+        self,
+        workload: Iterable[WorkloadRequest],
+        until_s: float = math.inf,
+        report: Callable[[int], None] | None = None,
+    ) -> Outcome:
+        """Run the whole workload, or the part of it before `until_s`. `report`: gets the number of requests
+        that have ended, after each step or so: under a hopeless load most of a run comes after the last
+        arrival."""
         for request in workload:
             if request.arrival_s >= until_s:
                 break
@@ -104,6 +111,11 @@ class Simulator:
             if self.now_s >= until_s:
                 break
             self.offer(request)
+            if report is not None:
+                report(self.recorder.num_ended)
+        while report is not None and self.now_s < until_s and not self.is_idle():
+            self._go_on(until_s)
+            report(self.recorder.num_ended)
         self.advance(until_s)
         return self.outcome(self.end_s(until_s))
 

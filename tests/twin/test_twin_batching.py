@@ -9,7 +9,9 @@ import pytest
 from twin_commands import error_of, profile_in, twin, workload_in
 
 from loraplex.core.batching import Batching
-from loraplex.workload.jsonl import WorkloadRequest, write_workload
+from loraplex.perf.named_profiles import find_profile
+from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 PROFILE = Path("h200-llama-2-7b")
 
@@ -56,6 +58,18 @@ def test_a_policy_has_the_figures_of_a_run_with_it(workload: Path, tmp_path: Pat
     assert list(found["policies"]) == ["fcfs", "auto"]
     assert found["policies"]["auto"] == json.loads(alone.read_text())["summary"]
     assert found["max_delay"] == {"share": 0.5, "seconds": 0.0}
+
+
+def test_a_run_says_how_far_it_is_after_the_last_arrival(workload: Path) -> None:
+    requests = list(read_workload(workload))
+    shares: list[float] = []
+    outcome = replay(
+        find_profile(PROFILE), requests, ReplayOptions(num_adapters=2, max_running=8), shares.append
+    )
+    assert len(outcome.requests) == len(requests)
+    assert shares == sorted(set(shares))
+    assert len(shares) >= 5, "they all arrive at once, and end eight at a time"
+    assert shares[-1] == 1.0
 
 
 @pytest.mark.parametrize(
