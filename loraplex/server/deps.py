@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
+from loraplex.server.batches.store import BatchStore
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.continuing import Continued
@@ -34,7 +35,7 @@ class ServerDeps:
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
     the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
     `is_resampled`: see ServingEngine. `tenants`: None if all clients have the same rights. `traces`: None if
-    none are asked for.
+    none are asked for. `batches`: None if it takes no files and batches.
     """
 
     text: TextEngine
@@ -57,6 +58,7 @@ class ServerDeps:
     is_resampled: Callable[[str], bool] = lambda call_id: False
     traces: Traces | None = None
     tenants: Tenants | None = None
+    batches: BatchStore | None = None
 
     @cached_property
     def history(self) -> ServerHistory:
