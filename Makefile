@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all types contracts browser format clean
+.PHONY: demo test test-all types contracts docs package browser format clean
 
 # One more than cores: tests wait for the processes that they start. By module: servers that a module shares are
 # started once. In the order of their names: those with few tests, which start servers, do not come last.
@@ -22,7 +22,7 @@ demo: $(STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j 3 browser types contracts
+	$(MAKE) --no-print-directory -j 3 browser types contracts docs
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 # Side by side: mypy has one core busy for as long as the rest takes on another.
@@ -41,6 +41,16 @@ browser:
 
 test-all: test
 	$(BIN)/python -m pytest $(WORKERS) -m slow
+
+# The docs as a site, in site/; links that lead nowhere are errors.
+docs: $(DEV_STAMP)
+	$(BIN)/mkdocs build --strict
+
+# What is published, in dist/: sdist and wheel, of the version of the latest tag.
+package: $(DEV_STAMP)
+	rm -rf dist
+	$(BIN)/python -m build $(BUILD_OPTIONS)
+	$(BIN)/python -m twine check --strict dist/*
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .
@@ -64,7 +74,8 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 # in the tests imports, or what is compiled already (mypy); a module that cannot be compiled (a template, say) is
 # no error.
 NEVER_IMPORTED := /(tests?|test_utils|fontTools|graphql|mypyc?|networkx|pip|setuptools|werkzeug|$\
-	huggingface_hub/(cli|inference)|hypothesis/extra|numba/cuda|numpy/(distutils|f2py)|pydantic/v1|pygments/lexers|$\
+	huggingface_hub/(cli|inference)|hypothesis/extra|$\
+	moto/(?!cloudwatch|core|events|iam|moto_|s3|sts|utilities)[^/]+|numba/cuda|numpy/(distutils|f2py)|pydantic/v1|pygments/lexers|$\
 	ray/(air|autoscaler|dag|dashboard|data|llm|rllib|serve|train|tune)|schemathesis/cli|$\
 	sympy/(combinatorics|parsing|physics|stats|vector)|torch/(_inductor|_vendor|ao|onnx|testing)|torchgen/(api|packaged)|$\
 	transformers/(cli|exporters|pipelines|models/(?!auto|bloom|llama|mistral|qwen[23]/)[^/]+)|triton/experimental)/
@@ -75,4 +86,4 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -8,7 +8,8 @@ Writes results/planner.json.
 surrogates  throughput and starvation on recorded runs of vLLM that no profile was fitted to; time to train
 rules       the same for one tree of at most 32 rules; nanoseconds of a prediction
 plan_speed  seconds to plan 1,280 adapters on four GPUs, by the accurate surrogate and by the small tree
-scenarios   the paper's scenarios: GPUs by packer, and whether the plan starves any by other seeds
+scenarios   the paper's scenarios with Llama: GPUs by packer, and whether the plan starves any by other seeds
+scenarios_qwen   the same with Qwen
 recorded    single GPUs with the settings of recorded runs: whether they are foretold to serve what is asked
 own         10,000 adapters on GPUs with our own engine: GPUs against a lower bound, checked by the twin
 
@@ -55,7 +56,7 @@ from loraplex.planner.check import SEEDS
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.features import FEATURE_NAMES
 from loraplex.planner.judge import Judge
-from loraplex.planner.make import make_plan
+from loraplex.planner.make import make_plan, packer_of
 from loraplex.planner.packing.improve import LocalImprovement, improve
 from loraplex.planner.packing.least_gpus import least_gpus
 from loraplex.planner.packing.max_base import MaxBase
@@ -278,9 +279,14 @@ def in_scenario(model: Model, scenario: Scenario, base_tok_s: float) -> dict[str
     found: dict[str, Any] = {}
     for name, pack in packers.items():
         found[name] = _outcome(pack, checked)
-    # It gets as many GPUs as the paper's needs.
+    # They take all GPUs, and get as many as the paper's needs.
     num_gpus = found["the paper's"]["num_gpus"] or MOST_GPUS
-    found["Random"] = _outcome(partial(RandomPacking(seed=0).pack, demand, num_gpus), checked)
+    spreading = {
+        "Random": RandomPacking(seed=0),
+        "dLoRA": packer_of("dlora", profile_of(model), demand, quick),
+    }
+    for name, packer in spreading.items():
+        found[name] = _outcome(partial(packer.pack, demand, num_gpus), checked)
     return found
 
 
@@ -305,8 +311,7 @@ def _outcome(pack: Callable[[], Sequence[GpuPlan]], checked: _Checked) -> dict[s
     }
 
 
-def in_scenarios(data: Path) -> dict[str, Any]:
-    model = MODELS[0]
+def in_scenarios(model: Model, data: Path) -> dict[str, Any]:
     demand = Scenario(rates="low", sizes="low", num_adapters=1).demand(model)
     base_tok_s = most_of_base_model(profile_of(model), demand)
     cases = {}
@@ -315,7 +320,7 @@ def in_scenarios(data: Path) -> dict[str, Any]:
         brief = {
             name: (each["num_gpus"], each.get("num_starved")) for name, each in cases[scenario.name].items()
         }
-        print(f"{scenario.name}: {brief}", file=sys.stderr, flush=True)
+        print(f"{model.name}, {scenario.name}: {brief}", file=sys.stderr, flush=True)
     return {"model": model.name, "seeds": SEEDS, "checked_s": CHECKED_S, "cases": cases}
 
 
@@ -418,7 +423,8 @@ SECTIONS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "rules": rules,
     "plan_speed": plan_speed,
     "recorded": recorded,
-    "scenarios": in_scenarios,
+    "scenarios": partial(in_scenarios, MODELS[0]),
+    "scenarios_qwen": partial(in_scenarios, MODELS[1]),
     "own": own,
 }
 

@@ -9,7 +9,8 @@ from benchmarks.markdown import Result, TableError, span, table, when_and_what
 _NAMES = {"llama": "Llama 3.1 8B", "qwen": "Qwen 2.5 7B"}
 _PAPER = "the paper's"
 _OURS = "ours"
-_BASELINES = ("MaxBase", "MaxBase*", "Random")
+_BASELINES = ("MaxBase", "MaxBase*", "Random", "dLoRA")
+_SCENARIOS = ("scenarios", "scenarios_qwen")
 
 
 def surrogates_table(result: Result) -> str:
@@ -87,18 +88,22 @@ def recorded_table(result: Result) -> str:
 
 def scenarios_table(result: Result) -> str:
     """Return the GPUs of each packer's plan, in brackets how many of them starve by any seed."""
+    sections = _scenario_sections(result)
+    packers = _compared(sections)
     lines = [
-        (name, *(_gpus(found[packer]) for packer in (_PAPER, _OURS, *_BASELINES)))
-        for name, found in _section(result, "scenarios")["cases"].items()
+        (_NAMES[each["model"]], name, *(_gpus(found[packer]) for packer in packers))
+        for each in sections
+        for name, found in each["cases"].items()
     ]
-    return table(("scenario", "max-pack", "ours", *_BASELINES), lines)
+    return table(("model", "scenario", "max-pack", *packers[1:]), lines)
 
 
 def scenarios_summary(result: Result) -> str:
     """Return how many plans of each packer hold, and how their GPUs compare."""
-    cases = list(_section(result, "scenarios")["cases"].values())
     lines = []
-    for packer in (_PAPER, _OURS, *_BASELINES):
+    sections = _scenario_sections(result)
+    for section, packer in ((section, packer) for section in sections for packer in _compared(sections)):
+        cases = list(section["cases"].values())
         outcomes = [each[packer] for each in cases]
         made = [each for each in outcomes if each["num_gpus"] is not None]
         held = [each for each in made if not any(each["num_starved"])]
@@ -109,6 +114,7 @@ def scenarios_summary(result: Result) -> str:
         ]
         lines.append(
             (
+                _NAMES[section["model"]],
                 "max-pack, the paper's" if packer == _PAPER else packer,
                 f"{len(held)} of {len(cases)}",
                 f"{fmean(mine for mine, _ in both):.2f}",
@@ -116,8 +122,20 @@ def scenarios_summary(result: Result) -> str:
                 f"{sum(mine > theirs for mine, theirs in both)}",
             )
         )
-    headings = ("packer", "plans that starve nobody", "GPUs, mean", "fewer than max-pack", "more")
+    headings = ("model", "packer", "plans that starve nobody", "GPUs, mean", "fewer than max-pack", "more")
     return table(headings, lines)
+
+
+def _scenario_sections(result: Result) -> list[Result]:
+    """Return the sections of all models that were run; the first must have been."""
+    first, *others = _SCENARIOS
+    return [_section(result, first), *(result[name] for name in others if name in result)]
+
+
+def _compared(sections: list[Result]) -> list[str]:
+    """Return the packers that all sections have."""
+    cases = [found for each in sections for found in each["cases"].values()]
+    return [_PAPER, _OURS, *(each for each in _BASELINES if all(each in found for found in cases))]
 
 
 def own_table(result: Result) -> str:

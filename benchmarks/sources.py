@@ -56,8 +56,11 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
             *("recorded_runs.py", "run_workload.py", "scores.py", "validate.py", "worker_pool.py"),
         ),
     ),
-    # Simulated fleets admit every request.
-    _OTHER_POLICIES: ("loraplex/fleet", (*_AUTO_MODULES, "admission.py", "first_token.py")),
+    # Fleets of the published runs admit every request.
+    _OTHER_POLICIES: (
+        "loraplex/fleet",
+        (*_AUTO_MODULES, "admission.py", "first_token.py", "waiting_room.py"),
+    ),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }
@@ -169,6 +172,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "own": (*_BESIDE_TWIN, _FLEET_TWIN, *_PLANNER),
         "*": ("loraplex/perf", "loraplex/twin", *_PLANNER),
     },
+    "fairness.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "benchmarks/fairness.py")},
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from loraplex.core.structured_output import OutputKind, StructuredOutput
     from loraplex.engine.llm import LLM
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = ["LLM", "OutputKind", "SamplingParams", "StructuredOutput", "__version__"]
 
 # A thread of a parallel region that is done first spins until the others are. By default it does so for
@@ -24,7 +25,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and the engine only when somebody asks for them."""
+    """Import torch and the engine only when somebody asks for them, and look up the version likewise."""
+    if name == "__version__":
+        return _built_version()
     if name == "LLM":
         from loraplex.engine.llm import LLM
 
@@ -38,3 +41,18 @@ def __getattr__(name: str) -> Any:
 
         return getattr(structured_output, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _built_version() -> str:
+    """Return the version that the package was built as, from its latest tag; of a clone that is only on the
+    path, that of the installed package."""
+    try:
+        from loraplex._version import version
+    except ImportError:
+        from importlib import metadata
+
+        try:
+            return metadata.version("loraplex")
+        except metadata.PackageNotFoundError:
+            return "0+unknown"
+    return str(version)

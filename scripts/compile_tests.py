@@ -1,4 +1,5 @@
-"""Compile what each test worker would compile for itself, or wait for another to: bytecode, and one engine.
+"""Compile what each test worker, and each engine that tests start, would compile for itself, or wait for
+another to: bytecode, the kernels of engines on a CPU, and the twin's engine with slots.
 
 Pytest rewrites the assertions of test modules, and of packages that extend it, when it imports them. Here its
 import hook does the same to every file and runs none: that is far less work than to collect the tests.
@@ -23,6 +24,13 @@ EXTENSIONS = ("anyio", "hypothesis", "schemathesis")
 LATER = ("schemathesis.python.asgi", "schemathesis.graphql", "hypothesis.stateful")
 """Modules of theirs that only tests import."""
 
+KERNELS = (
+    ("loraplex.kernels.cpu.file_matrices", "compile_reader"),
+    ("loraplex.engine.assist.control", "_compiled"),
+    ("loraplex.engine.assist.product", "_touch_kernel"),
+)
+"""Kernels that are compiled when they are first used."""
+
 
 def main() -> None:
     """Compile everything that tests import and pip did not install."""
@@ -42,6 +50,9 @@ def main() -> None:
         compileall.compile_dir(ROOT / folder, quiet=2)
     sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "twin")]
     import_module("compiled").compile_slot_engine()
+    import_module("loraplex.kernels.cpu.numba_kernels")
+    for module, compile_kernel in KERNELS:
+        getattr(import_module(module), compile_kernel)()
 
 
 def rewritten() -> Iterator[Path]:

@@ -20,7 +20,8 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
-if apt-get update > "$log" 2>&1 && apt-get install --yes --no-install-recommends chromium >> "$log" 2>&1; then
+apt="timeout 150 apt-get -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=30"
+if $apt update > "$log" 2>&1 && $apt install --yes --no-install-recommends chromium >> "$log" 2>&1; then
     echo "installed Chromium for the tests of the web page"
 else
     tail -n 5 "$log"

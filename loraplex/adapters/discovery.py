@@ -1,4 +1,8 @@
-"""Finding the adapters in a folder: one subfolder each, whose name is the adapter's."""
+"""Finding the adapters in a folder: one subfolder each, whose name is the adapter's.
+
+sql/adapter_config.json          sql
+my-org/sql/adapter_config.json   my-org/sql
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,9 @@ class Discovery:
 
 
 def discover_adapters(folder: Path) -> Discovery:
-    """Return every subfolder of `folder` that has an adapter_config.json. Files are neither opened nor
-    checked."""
-    try:
-        children = sorted(folder.iterdir())
-    except FileNotFoundError:
-        raise AdapterError(f"the adapter folder {folder} does not exist; create it or name another") from None
-    except NotADirectoryError:
-        raise AdapterError(f"{folder} is a file; name the folder whose subfolders are the adapters") from None
-    except OSError as exc:
-        raise AdapterError(f"the adapter folder {folder} cannot be read: {exc.strerror}") from exc
+    """Return every subfolder of `folder` that has an adapter_config.json, and where one has none, its own
+    subfolders that do. Files are neither opened nor checked."""
+    children = _children(folder)
 
     found: list[tuple[str, Path]] = []
     notes: list[str] = []
@@ -38,11 +35,34 @@ def discover_adapters(folder: Path) -> Discovery:
     for child in children:
         if not os.path.isdir(child):
             continue
-        if not os.path.isfile(child / CONFIG_FILE):
+        adapters = [child] if _is_adapter(child) else _adapters_in(child)
+        if not adapters:
             notes.append(f"skipped {child}: no {CONFIG_FILE} in it")
-            continue
-        try:
-            found.append((validate_adapter_name(child.name), child))
-        except InvalidRequestError as exc:
-            notes.append(f"skipped {child}: {exc}")
-    return Discovery(adapters=tuple(found), notes=tuple(notes))
+        for adapter in adapters:
+            try:
+                found.append((validate_adapter_name(adapter.relative_to(folder).as_posix()), adapter))
+            except InvalidRequestError as exc:
+                notes.append(f"skipped {adapter}: {exc}")
+    return Discovery(adapters=tuple(sorted(found)), notes=tuple(notes))
+
+
+def _is_adapter(folder: Path) -> bool:
+    return os.path.isfile(folder / CONFIG_FILE)
+
+
+def _adapters_in(folder: Path) -> list[Path]:
+    try:
+        return [child for child in _children(folder) if _is_adapter(child)]
+    except AdapterError:
+        return []  # it cannot be read
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        raise AdapterError(f"the adapter folder {folder} does not exist; create it or name another") from None
+    except NotADirectoryError:
+        raise AdapterError(f"{folder} is a file; name the folder whose subfolders are the adapters") from None
+    except OSError as exc:
+        raise AdapterError(f"the adapter folder {folder} cannot be read: {exc.strerror}") from exc

@@ -9,14 +9,16 @@ from loraplex.core.errors import InvalidRequestError
 
 MAX_NAME_CHARS: Final = 128
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
 
 
 def validate_adapter_name(name: str, *, param: str = "name") -> str:
     """Return the name if it is valid; raise InvalidRequestError otherwise.
 
     Names appear as the `model` of a request, in URLs and in metric labels. No ':' because requests may
-    say `base:adapter`, no '/' because a name is one path segment, no leading dot because of '..'.
+    say `base:adapter`. With '/' they read as those of a hub (`org/sql`); no part has a leading dot because of
+    '..', or is empty.
     """
     if not name:
         raise InvalidRequestError("the adapter name is empty", param=param)
@@ -26,8 +28,8 @@ def validate_adapter_name(name: str, *, param: str = "name") -> str:
         )
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{name!r} is not a valid adapter name: use ASCII letters, digits, '.', '_' and '-', "
-            "and do not start with a dot",
+            f"{name!r} is not a valid adapter name: use ASCII letters, digits, '.', '_' and '-', with '/' "
+            "between its parts, and begin none of these with a dot",
             param=param,
         )
     return name

@@ -16,6 +16,8 @@ Timed = Callable[[], float]
 _NEIGHBOURS: Final = 4
 """Number of measurements before and after one that tell the machine's speed at that time."""
 _ROUNDS: Final = 8
+_FIRST_SHARE: Final = 1 / 3
+"""Share of the time in which `time_within` finds out how many cases there is time for."""
 
 
 def time_alternating(
@@ -44,6 +46,53 @@ def time_alternating(
                     taken.append((index, took_s))
                 report(turns.share_after(index, now_s() - started_s))
     return at_usual_pace(taken, len(cases))
+
+
+def time_within(
+    cases: Sequence[Timed],
+    *,
+    budget_s: float,
+    least: int,
+    most_repeats: int,
+    report: Callable[[float], None] = lambda done: None,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """Return the seconds of as many cases as there is time for, by their index.
+
+    They are taken from all parts of the list, and each runs once untimed, for a third of the time; then all
+    of them in turn, another time as long as there is time for it. `least` cases are measured whatever it
+    takes.
+    """
+    started_s = now_s()
+    reached: list[int] = []
+    taken: list[tuple[int, float]] = []
+    shuffled = Random(0)
+    with quiet_collector():
+        for index in _spread(len(cases)):
+            if len(reached) >= least and now_s() - started_s > budget_s * _FIRST_SHARE:
+                break
+            cases[index]()
+            reached.append(index)
+            passed_s = now_s() - started_s
+            whole_s = max(budget_s, 2 * passed_s * max(least / len(reached), 1.0))
+            report(passed_s / whole_s if whole_s > 0 else 0.0)
+        round_s = now_s() - started_s
+        order = list(range(len(reached)))
+        for repeat in range(most_repeats):
+            if repeat > 0 and now_s() - started_s + round_s > budget_s:
+                break
+            shuffled.shuffle(order)
+            for place in order:
+                taken.append((place, cases[reached[place]]()))
+                report(min((now_s() - started_s) / max(budget_s, 2 * round_s), 1.0))
+    return dict(zip(reached, at_usual_pace(taken, len(reached)), strict=True))
+
+
+def _spread(number: int) -> list[int]:
+    """Return the indices of a list in an order such that any number of the first ones are from all of it."""
+    num_bits = max(number - 1, 1).bit_length()
+    mirrored = (int(f"{index:0{num_bits}b}"[::-1], 2) for index in range(2**num_bits))
+    return [index for index in mirrored if index < number]
 
 
 class TurnTimes:

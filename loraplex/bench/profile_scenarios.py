@@ -5,6 +5,7 @@ The model has random weights of the right shape: costs do not depend on them, an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from loraplex.bench.random_engine import BLOCK_SIZE, RandomEngineOptions, build_
 from loraplex.bench.step_cases import (
     CaseLimits,
     StepAdapter,
+    StepCase,
     held_out_decodes,
     held_out_prompts,
     step_cases,
@@ -57,6 +59,10 @@ CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
 """Least repeats for reads of files: the host is less steady than a GPU."""
 _MERGE_REPEATS: Final = 5
+_QUICK_STEPS: Final = 0.8
+"""Share of the time of a quick profile after which the engine's steps have been measured."""
+_LEAST_STEPS_S: Final = 1.0
+_SMALLER_BY: Final = 4
 _MAX_SERVED_EACH: Final = 40
 """Most steps of serving with each number of requests."""
 _GPU_WEIGHTS: Final = {
@@ -76,22 +82,27 @@ _CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "merges": 0.002, "reads": 0.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
     """Options of a profile. `device`: cpu or cuda. `repeats`: measurements of each kind, after one that does
-    not count; None: a few on a GPU, which is steady, and more on a CPU, which other programs use as well."""
+    not count; None: a few on a GPU, which is steady, and more on a CPU, which other programs use as well.
+    `quick_s`: seconds that it may take, about: fewer kinds of steps are measured, and fewer times."""
 
     config: ModelConfig
     device: str
     dtype: torch.dtype
     repeats: int | None = None
+    quick_s: float | None = None
 
 
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
     """Measure this machine and fit the cost model. Takes minutes, on a CPU up to hours: most of it for steps
     of the engine, each kind many times."""
+    started_s = time.monotonic()
     device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
     on_gpu = device.type == "cuda"
-    repeats = options.repeats or (_GPU_REPEATS if on_gpu else CPU_REPEATS)
+    is_quick = options.quick_s is not None
+    repeats = options.repeats or (_GPU_REPEATS if on_gpu or is_quick else CPU_REPEATS)
     report = PhaseProgress(progress, _GPU_WEIGHTS if on_gpu else _CPU_WEIGHTS)
-    steps, merge, memory = _profile_engine(options, repeats, report)
+    until_s = None if options.quick_s is None else started_s + options.quick_s * _QUICK_STEPS
+    steps, merge, memory = _profile_engine(options, repeats, report, until_s)
     bus, copies = measure_bus(device, repeats, report.of("copies")) if on_gpu else (None, [])
     folder = cache_dir() / "profiles"
     read, reads = measure_reads(
@@ -99,7 +110,7 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
         shape,
         dtype,
         on_gpu=on_gpu,
-        repeats=options.repeats or max(repeats, _READ_REPEATS),
+        repeats=options.repeats or (repeats if is_quick else max(repeats, _READ_REPEATS)),
         report=report.of("reads"),
     )
     loads: list[Predicted] = [*copies, *reads]
@@ -138,7 +149,7 @@ def _measure_assist(options: ProfileOptions, repeats: int, report: PhaseProgress
 
 
 def _profile_engine(
-    options: ProfileOptions, repeats: int, report: PhaseProgress
+    options: ProfileOptions, repeats: int, report: PhaseProgress, until_s: float | None = None
 ) -> tuple[MeasuredSteps, Line | None, EngineMemory]:
     report.of("engine")
     config, on_gpu = options.config, options.device == "cuda"
@@ -163,16 +174,19 @@ def _profile_engine(
         limits.check()
         engine.warm_up()  # now that adapters are known: no graph is captured while serving
         vocab_size, held_out = config.shape.vocab_size, [*fitted[::4], *others]
+        cases = step_cases(fitted, limits)
+        num_held_out = _NUM_HELD_OUT if until_s is None else _NUM_HELD_OUT // 3
         samples = measure_steps(
             engine,
             StepCases(
-                fitted=step_cases(fitted, limits),
-                decodes=held_out_decodes(held_out, limits, _NUM_HELD_OUT),
-                prompts=held_out_prompts(held_out, limits, _NUM_HELD_OUT),
+                fitted=_smaller(cases) if until_s is not None and not on_gpu else cases,
+                decodes=held_out_decodes(held_out, limits, num_held_out),
+                prompts=held_out_prompts(held_out, limits, num_held_out),
             ),
             vocab_size=vocab_size,
             repeats=repeats,
             report=report.of("steps"),
+            budget_s=None if until_s is None else max(until_s - time.monotonic(), _LEAST_STEPS_S),
         )
         served, unseen = list[StepSample](), list[StepSample]()
         if on_gpu:  # on a CPU, which other programs use, single steps are the better samples
@@ -196,6 +210,13 @@ def _profile_engine(
         return steps, merge, _memory_of(engine, options)
     finally:
         engine.close()
+
+
+def _smaller(cases: Sequence[StepCase]) -> list[StepCase]:
+    """Return the cases without the largest, which take most of the time on a CPU; their costs follow from
+    those of the others, as steps of many rows cost in proportion to them."""
+    most = max(case.num_tokens for case in cases) // _SMALLER_BY
+    return [case for case in cases if case.num_tokens <= most]
 
 
 def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:

@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from random import Random
 from typing import Final, NamedTuple
 
-from loraplex.bench.alternating import time_alternating, undisturbed
+from loraplex.bench.alternating import time_alternating, time_within, undisturbed
 from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
 from loraplex.bench.profile_host import Report
 from loraplex.bench.profile_serving import without_pauses
@@ -32,6 +32,8 @@ _SHOTS_S: Final = 0.03
 repeated, because a pause of the machine distorts them more."""
 _NUM_SERVED: Final = 300
 """Most steps of serving to fit: about three for each that was measured by itself."""
+_LEAST_CASES: Final = 24
+"""Cases that are measured however long it takes: about the fewest that tell all costs apart."""
 _IDLE_S: Final = 0.02
 """Seconds of pause before a prompt on an idle engine: right after another step, caches would be warmer."""
 
@@ -62,19 +64,39 @@ class MeasuredSteps(NamedTuple):
 
 
 def measure_steps(
-    engine: Engine, cases: StepCases, *, vocab_size: int, repeats: int, report: Report
+    engine: Engine,
+    cases: StepCases,
+    *,
+    vocab_size: int,
+    repeats: int,
+    report: Report,
+    budget_s: float | None = None,
 ) -> StepSamples:
-    """Measure the cases. Their adapters must be registered; they are loaded before the first measurement."""
+    """Measure the cases. Their adapters must be registered; they are loaded before the first measurement.
+    `budget_s`: seconds after which those that were not reached are left out."""
     every = [case for each in cases for case in each]
     bytes_of = {adapter.version: adapter.num_bytes for case in every for adapter in case.adapters}
     bring_in(engine, sorted(bytes_of), vocab_size)
     timer, preempted_before = _StepTimer(engine, vocab_size, bytes_of), engine.stats().num_preemptions
-    took_s = time_alternating(
-        [partial(timer.seconds, case) for case in every], repeats=repeats, report=report
-    )
+    timed = [partial(timer.seconds, case) for case in every]
+    if budget_s is None:
+        took_s = dict(enumerate(time_alternating(timed, repeats=repeats, report=report)))
+    else:
+        took_s = time_within(
+            timed, budget_s=budget_s, least=_LEAST_CASES, most_repeats=repeats, report=report
+        )
     assert engine.stats().num_preemptions == preempted_before, "cases fit the engine's memory"
-    samples = iter([StepSample(timer.steps[case], each) for case, each in zip(every, took_s, strict=True)])
-    return StepSamples(*([*islice(samples, len(each))] for each in cases))
+    numbers = iter(range(len(every)))
+    return StepSamples(
+        *(
+            [
+                StepSample(timer.steps[every[number]], took_s[number])
+                for number in islice(numbers, len(each))
+                if number in took_s
+            ]
+            for each in cases
+        )
+    )
 
 
 def fit_steps(

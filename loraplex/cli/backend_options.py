@@ -22,6 +22,7 @@ _NAMES_IN_VLLM: Final[Mapping[str, str | None]] = {
     "load_popular": None,
     "batching": None,
     "max_delay_by_grouping": None,
+    "max_borrowing": None,
     "threads": None,
     "shadow_twin_every": None,
 }

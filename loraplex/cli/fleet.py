@@ -21,6 +21,8 @@ from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, s
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
 from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
+from loraplex.cli.tenant_options import MaxBorrowing, MaxTtft, Tenants
+from loraplex.cli.tenant_show import show_tenants
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -135,6 +137,9 @@ def simulate(
     max_running: MaxRunning = None,
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
+    tenant: Tenants = None,
+    max_borrowing: MaxBorrowing = None,
+    max_ttft: MaxTtft = None,
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
@@ -142,6 +147,7 @@ def simulate(
     from loraplex.fleet.policy import Policy
     from loraplex.twin.fleet_figures import figures_of
     from loraplex.twin.fleet_run import FleetRuns
+    from loraplex.twin.tenant_figures import summary_of
 
     _check_files(profile, workload, json_out, plot)
     policy = Policy.of(routing, placement, migrates=migrate)
@@ -156,6 +162,9 @@ def simulate(
         seconds=seconds,
         batching=batching,
         max_delay=max_delay_by_grouping,
+        tenants=tenant,
+        max_borrowing=max_borrowing,
+        max_ttft=max_ttft,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
@@ -169,13 +178,15 @@ def simulate(
         progress(policy.name, None)
         outcome = runs.run(policy, report=lambda share: progress(policy.name, share))
     figures = figures_of(outcome, inputs.options.slo)
+    rights = inputs.options.replay
+    summary = outcome.all.summary() | summary_of(outcome.all, rights.tenants, rights.max_ttft_s)
 
     def write_figures(path: Path) -> None:
         document = {
             "policy": policy.name,
             **conditions,
             "figures": asdict(figures),
-            "summary": outcome.all.summary(),
+            "summary": summary,
             "timeline": asdict(outcome.all.timeline()),
             "replicas": [asdict(each) for each in outcome.replicas],
         }
@@ -189,6 +200,7 @@ def simulate(
 
     with files_saved((json_out, write_figures), (plot, draw)):
         show_outcome(outcome, figures, inputs.options.slo)
+        show_tenants(summary)
 
 
 @app.command()

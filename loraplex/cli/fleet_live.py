@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import serve_options as option
+from loraplex.cli.applied_plan import plan_lines
 from loraplex.cli.backend_options import refuse_engine_options
 from loraplex.cli.configured import ConfigPath
 from loraplex.cli.early_stop import exit_0_on_signal
@@ -222,6 +223,8 @@ def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) 
         typer.echo(line)
     for left in answer.get("left_out", []):
         typer.echo(f"adapter {left['name']!r} is not served, and tried again: {left['reason']}")
+    for line in plan_lines(answer.get("plan")):
+        typer.echo(line)
 
 
 def explain(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loraplex.server.responses import Placement
 
 _PATH: Final = "/v1/fleet/placement"
+_MAX_NAME_CHARS: Final = 200
 _LEAST_SHARE: Final = 1e-6
 """The least share of requests that a replica can be given."""
 
@@ -37,9 +38,10 @@ def release(base_url: str, api_key: str | None) -> Placement:
     return _call(base_url, api_key, method="DELETE")
 
 
-def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
-    """Return the body that hands a plan to a fleet: its first GPU is the first replica, and so on. Raises
-    UserError if there are more or fewer replicas than GPUs."""
+def body_of(plan: Plan, replicas: list[int], file_name: str) -> dict[str, Any]:
+    """Return the body that hands a plan to a fleet: its first GPU is the first replica, and so on.
+    `file_name`: what the fleet shows as its plan. Raises UserError if there are more or fewer replicas than
+    GPUs."""
     from loraplex.planner.placement_steps import placement_of
 
     check_num_gpus(plan, replicas)
@@ -50,7 +52,14 @@ def body_of(plan: Plan, replicas: list[int]) -> dict[str, Any]:
             {"lora_name": name, "rank": ranks[name], **_given(entry, replicas)}
             for name, entry in placement_of(plan).items()
         ],
+        "plan": _printable(f"{file_name}, packed by {plan.packer}"),
     }
+
+
+def _printable(name: str) -> str:
+    """Return a name as a fleet accepts it: names of files may have any bytes."""
+    shown = "".join(each if each.isprintable() else "?" for each in name)
+    return shown if len(shown) <= _MAX_NAME_CHARS else f"{shown[: _MAX_NAME_CHARS - 1]}…"
 
 
 def _given(entry: Entry, replicas: list[int]) -> dict[str, Any]:

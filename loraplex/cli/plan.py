@@ -20,8 +20,8 @@ from loraplex.cli.plan_watch import watch
 from loraplex.cli.server_calls import ApiKey
 from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
-from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
+from loraplex.core.words import unknown_name
 
 if TYPE_CHECKING:
     from loraplex.perf.named_profiles import Profile
@@ -65,11 +65,16 @@ def make(
         ),
     ] = None,
     api_key: ApiKey = None,
-    prompt_tokens: Annotated[
-        float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of a prompt, with --adapters.")
+    mean_prompt_tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=_MOST_TOKENS,
+            help="Of a prompt, with --adapters; the --prompt-tokens of `workload make` are a median.",
+        ),
     ] = None,
-    output_tokens: Annotated[
-        float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of an answer, with --adapters.")
+    mean_output_tokens: Annotated[
+        float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Of an answer, with --adapters.")
     ] = None,
     gpus: Annotated[
         int | None,
@@ -120,12 +125,21 @@ def make(
     check_writable(out, "--out", inputs=inputs)
     check_writable(json_out, inputs=(*inputs, out))
     check_picture(plot, inputs=(*inputs, out))
+    check_finite(headroom=headroom)
     objective = _objective_of(slo_ttft, slo_itl)
-    from loraplex.planner.make import make_plan
+    from loraplex.planner.make import PACKERS, make_plan
     from loraplex.planner.plan_file import write_plan
 
+    if packer not in PACKERS:
+        raise typer.BadParameter(unknown_name("packer", packer, PACKERS), param_hint="--packer")
+    if surrogate is not None and objective.has_limits:
+        raise typer.BadParameter(
+            "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave it out, and the "
+            "twin judges, or leave --slo-ttft and --slo-itl out",
+            param_hint="--surrogate",
+        )
     demand = asked_demand(
-        workload, adapters, prompt_tokens, output_tokens, from_url=from_url, api_key=api_key
+        workload, adapters, mean_prompt_tokens, mean_output_tokens, from_url=from_url, api_key=api_key
     )
     found = read_profile_of(profile, None)
     judge = None if surrogate is None else _judge_of(surrogate, found, demand)
@@ -219,8 +233,9 @@ def _judge_of(path: Path, profile: Profile, demand: Demand) -> SurrogateJudge:
     from loraplex.planner.surrogate_json import read_surrogate
 
     if not isinstance(profile, SlotProfile):
-        raise UserError(
-            "surrogates are of engines with slots, and the profile is of one without; leave --surrogate out"
+        raise typer.BadParameter(
+            "surrogates are of engines with slots, and the profile is of one without; leave it out",
+            param_hint="--surrogate",
         )
     return SurrogateJudge(
         read_surrogate(path, profile),
@@ -234,9 +249,13 @@ def _seeds_of(text: str) -> tuple[int, ...]:
     try:
         seeds = tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} are no seeds; give whole numbers, such as 1,2,3") from None
+        raise typer.BadParameter(
+            f"{text!r} are no seeds; give whole numbers, such as 1,2,3", param_hint="--seeds"
+        ) from None
     if 0 in seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise typer.BadParameter("give different whole numbers above 0: plans are made with seed 0")
+        raise typer.BadParameter(
+            "give different whole numbers above 0: plans are made with seed 0", param_hint="--seeds"
+        )
     return seeds
 
 

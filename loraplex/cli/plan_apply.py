@@ -14,6 +14,8 @@ import typer
 
 from loraplex.cli.placement_calls import body_of, give, placement_at
 from loraplex.cli.placement_calls import release as release_placement
+from loraplex.cli.plan_demand import check_finite
+from loraplex.cli.plan_show import unit_of
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
@@ -80,18 +82,19 @@ def apply(
     """
     from loraplex.planner.plan_file import read_plan
 
+    check_finite(timeout=timeout)
     read = read_plan(plan)
     if vllm_commands:
         if dry_run:
-            raise UserError("--vllm-commands changes nothing; leave --dry-run out")
+            raise typer.BadParameter("--vllm-commands changes nothing; leave it out", param_hint="--dry-run")
         if not force:
             check_serves(read)
         _print_commands(read, model, adapters_dir)
         return
     if model is not None or adapters_dir is not None:
-        raise UserError("--model and --adapters-dir are for --vllm-commands; leave them out")
+        raise typer.BadParameter("--model and --adapters-dir are for --vllm-commands; leave them out")
     present = placement_at(base_url, api_key)
-    body = body_of(read, present.replicas)
+    body = body_of(read, present.replicas, plan.name)
     present = give(base_url, api_key, body, dry_run=True)
     steps = steps_to(read, present)
     show_steps(read, present, steps)
@@ -111,10 +114,12 @@ def apply(
 
 def release(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Let a running fleet place its adapters by its own policy again."""
-    was_given = placement_at(base_url, api_key).is_given
+    before = placement_at(base_url, api_key)
     release_placement(base_url, api_key)
-    if was_given:
+    if before.is_given:
         typer.echo("the fleet places its adapters by its own policy again")
+    elif before.plan is not None:
+        typer.echo("the plan, which was not in force since the fleet was started, is forgotten")
     else:
         typer.echo("the fleet was given no plan, and places its adapters by its own policy")
 
@@ -193,21 +198,22 @@ def check_serves(plan: Plan) -> None:
             report=lambda share: report("GPUs", share),
         )
     if not checked.holds:
+        failing = _failing(checked, unit_of(plan, profile))
         raise UserError(
-            f"the plan does not hold in the twin: {_failing(checked)}; make another (`loraplex plan check "
-            "PLAN` shows more), or apply it as it is with --force"
+            f"the plan does not hold in the twin: {failing}; make another (`loraplex plan check PLAN` shows "
+            "more), or apply it as it is with --force"
         )
 
 
-def _failing(checked: PlanCheck) -> str:
+def _failing(checked: PlanCheck, unit: str) -> str:
     named = []
     for number, gpu in enumerate(checked.gpus):
         if not gpu.fits:
-            named.append(f"GPU {number} has no memory for so many slots")
+            named.append(f"{unit} {number} has no memory for so many slots")
         elif gpu.num_starved:
-            named.append(f"GPU {number} starves and serves {gpu.share_served:.0%} of what is offered")
+            named.append(f"{unit} {number} starves and serves {gpu.share_served:.0%} of what is offered")
         elif gpu.missed:
-            named.append(f"GPU {number} has a {' and a '.join(gpu.missed)}")
+            named.append(f"{unit} {number} has a {' and a '.join(gpu.missed)}")
     return _some(named)
 
 

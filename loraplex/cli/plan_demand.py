@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from loraplex.cli.measured_demand import measured_demand
-from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
     from loraplex.planner.demand import Demand
@@ -33,23 +32,27 @@ def asked_demand(
     from_url: str | None = None,
     api_key: str | None = None,
 ) -> Demand:
-    """Read the workload file or the table, or ask the server at `from_url`. Raises UserError if not just one
-    is given, or a table without lengths."""
+    """Read the workload file or the table, or ask the server at `from_url`. Raises a usage error if not just
+    one is given, or a table without lengths."""
     from loraplex.planner.adapter_table import read_table, read_workload_demand
 
-    check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    check_finite(mean_prompt_tokens=prompt_tokens, mean_output_tokens=output_tokens)
     if [workload, adapters, from_url].count(None) != 2:
-        raise UserError(
+        raise typer.BadParameter(
             "say what is to be served: give --workload FILE or --adapters FILE or --from URL, one of them"
         )
     if adapters is None and (prompt_tokens is not None or output_tokens is not None):
         shown_by = "--workload" if from_url is None else "--from"
-        raise UserError(f"{shown_by} shows how long requests are; leave --prompt-tokens and the like out")
+        raise typer.BadParameter(
+            f"{shown_by} shows how long requests are; leave --mean-prompt-tokens and the like out"
+        )
     if from_url is not None:
         return measured_demand(from_url, api_key).demand
     if workload is not None:
         return read_workload_demand(workload)
     assert adapters is not None
     if prompt_tokens is None or output_tokens is None:
-        raise UserError("a table says nothing of lengths; give --prompt-tokens and --output-tokens")
+        raise typer.BadParameter(
+            "a table says nothing of lengths; give --mean-prompt-tokens and --mean-output-tokens"
+        )
     return read_table(adapters, prompt_tokens=prompt_tokens, output_tokens=output_tokens)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from loraplex.cli.table import Column, number_column, print_table, text_column
+from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.planner.plan import whole_adapters
 
@@ -27,6 +29,7 @@ _MOST_SHOWN: Final = 8
 
 def show_plan(plan: Plan, checked: PlanCheck | None = None, profile: Profile | None = None) -> None:
     """Print each GPU, with what it was found to do if it was checked with this profile."""
+    unit = unit_of(plan, profile)
     rows: list[dict[str, Any]] = []
     for number, gpu in enumerate(plan.gpus):
         row: dict[str, Any] = {
@@ -43,7 +46,7 @@ def show_plan(plan: Plan, checked: PlanCheck | None = None, profile: Profile | N
     print_table(
         rows,
         [
-            number_column("gpu", heading="GPU"),
+            number_column("gpu", heading=unit),
             *(number_column(key, heading=heading) for key, heading in _COUNTS.items()),
             *(
                 Column(key=key, heading=heading, kind=str, show=str)
@@ -52,11 +55,11 @@ def show_plan(plan: Plan, checked: PlanCheck | None = None, profile: Profile | N
             ),
         ],
     )
-    typer.echo(summary_of(plan))
+    typer.echo(summary_of(plan, unit))
     if plan.objective.has_limits:
-        typer.echo(f"for each GPU: {', '.join(plan.objective.words())}")
+        typer.echo(f"for each {unit}: {', '.join(plan.objective.words())}")
     if checked is not None and not checked.holds:
-        _say_what_is_wrong(plan, checked)
+        _say_what_is_wrong(plan, checked, unit)
 
 
 def show_adapters(plan: Plan) -> None:
@@ -66,17 +69,31 @@ def show_adapters(plan: Plan) -> None:
         for number, gpu in enumerate(plan.gpus)
         for each in gpu.adapters
     ]
-    columns = (number_column("gpu", heading="GPU"), text_column("adapter"), number_column("rank"))
+    heading = unit_of(plan)
+    columns = (number_column("gpu", heading=heading), text_column("adapter"), number_column("rank"))
     print_table(rows, [*columns, Column(key="req_s", heading="req/s", kind=str, show=str)])
 
 
-def summary_of(plan: Plan) -> str:
+def unit_of(plan: Plan, profile: Profile | None = None) -> str:
+    """Return the word for what serves one part of a plan: replicas may compute on a CPU. `profile`: of the
+    plan; looked up if it is None."""
+    from loraplex.perf.cost_model import CostModel
+    from loraplex.perf.named_profiles import find_profile
+
+    try:
+        found = profile or find_profile(Path(plan.profile))
+    except UserError:  # of another machine, perhaps
+        return "GPU"
+    return "replica" if isinstance(found, CostModel) and found.subject.device == "cpu" else "GPU"
+
+
+def summary_of(plan: Plan, unit: str = "GPU") -> str:
     """Return one line on the plan."""
     num_adapters, num_copies = len(whole_adapters(plan.gpus)), sum(len(gpu.adapters) for gpu in plan.gpus)
     copies = f" in {num_copies:,} copies" if num_copies > num_adapters else ""
     return (
         f"{num_adapters:,} {plural('adapter', num_adapters)}{copies} on {len(plan.gpus):,} "
-        f"{plural('GPU', len(plan.gpus))}, packed by {plan.packer} for {plan.profile}"
+        f"{plural(unit, len(plan.gpus))}, packed by {plan.packer} for {plan.profile}"
     )
 
 
@@ -156,13 +173,13 @@ def warn(message: str) -> None:
     typer.secho(message, fg=typer.colors.RED)
 
 
-def _say_what_is_wrong(plan: Plan, checked: PlanCheck) -> None:
+def _say_what_is_wrong(plan: Plan, checked: PlanCheck, unit: str) -> None:
     from loraplex.planner.make import BASELINES
 
     too_large, slow = _starving(checked)
     if too_large:
         warn(
-            f"{_numbered(too_large)}: so many slots leave no memory for requests; plan with --packer "
+            f"{_numbered(too_large, unit)}: so many slots leave no memory for requests; plan with --packer "
             "max-pack, which chooses slots that fit"
         )
     if slow:
@@ -172,12 +189,12 @@ def _say_what_is_wrong(plan: Plan, checked: PlanCheck) -> None:
             if plan.packer in BASELINES
             else "give more --gpus, or a larger --headroom"
         )
-        warn(f"starving: {_numbered(slow)} {verb} less than 0.9 of what is offered; {fix}")
+        warn(f"starving: {_numbered(slow, unit)} {verb} less than 0.9 of what is offered; {fix}")
     for number, gpu in enumerate(checked.gpus):
         if gpu.missed and not gpu.num_starved:
             warn(
-                f"GPU {number}: {' and '.join(gpu.missed)}; plan with more --gpus, --packer least-rate, or a "
-                "higher limit"
+                f"{unit} {number}: {' and '.join(gpu.missed)}; plan with more --gpus, --packer least-rate, "
+                "or a higher limit"
             )
 
 
@@ -188,10 +205,10 @@ def _starving(checked: PlanCheck) -> tuple[list[int], list[int]]:
     return too_large, [number for number in starved if checked.gpus[number].fits]
 
 
-def _numbered(gpus: Sequence[int]) -> str:
+def _numbered(gpus: Sequence[int], unit: str = "GPU") -> str:
     shown = ", ".join(map(str, gpus[:_MOST_SHOWN]))
     more = len(gpus) - _MOST_SHOWN
-    return f"GPU {shown}" + (f" and {more:,} more" if more > 0 else "")
+    return f"{unit} {shown}" + (f" and {more:,} more" if more > 0 else "")
 
 
 def _figures_of(gpu: GpuCheck, profile: Profile) -> dict[str, Any]:

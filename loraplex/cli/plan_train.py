@@ -30,8 +30,8 @@ def train(
     dataset: Annotated[
         Path, typer.Option(help="The simulated runs; continued if the file has some of them already.")
     ],
-    prompt_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of a prompt.")],
-    output_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of an answer.")],
+    mean_prompt_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of a prompt.")],
+    mean_output_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of an answer.")],
     rows: Annotated[
         int, typer.Option(min=150, max=10_000_000, help="How many runs; there are 290,400 points.")
     ] = 2000,
@@ -55,7 +55,9 @@ def train(
     """
     if rules is not None and not small:
         raise typer.BadParameter("a forest has too many rules to read; give --small", param_hint="--rules")
-    check_finite(prompt_tokens=prompt_tokens, output_tokens=output_tokens, seconds=seconds)
+    check_finite(
+        mean_prompt_tokens=mean_prompt_tokens, mean_output_tokens=mean_output_tokens, seconds=seconds
+    )
     check_writable(out, "--out", inputs=(profile, dataset))
     check_writable(rules, "--rules", inputs=(profile, dataset, out))
     from loraplex.bench.environment import environment
@@ -77,7 +79,7 @@ def train(
     simulated = Simulated(
         profile=found,
         profile_name=str(profile),
-        lengths=Lengths(prompt_tokens, output_tokens),
+        lengths=Lengths(mean_prompt_tokens, mean_output_tokens),
         lengths_of=LengthsOf.MEAN if mean_lengths else LengthsOf.DRAWN,
         duration_s=seconds,
     )

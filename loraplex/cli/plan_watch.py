@@ -18,6 +18,7 @@ from loraplex.cli.json_out import check_writable, files_saved, save_json
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.cli.placement_calls import check_num_gpus, placement_at
 from loraplex.cli.plan_apply import PlanPath
+from loraplex.cli.plan_demand import check_finite
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.twin_options import JsonPath
 from loraplex.core.errors import LoraplexError
@@ -65,6 +66,7 @@ def watch(
     That is when a GPU starves or misses a limit in the twin, or when fewer GPUs would do. Says what moving
     costs and gains, and applies nothing.
     """
+    check_finite(every=every)
     check_writable(out, "--out", inputs=(plan,))
     check_writable(json_out, inputs=tuple(path for path in (plan, out) if path is not None))
     from loraplex.cli.twin_options import read_profile_of

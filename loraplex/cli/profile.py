@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _CPU_S: Final = (10 * 60, 2 * 3600)
 """Seconds on two cores for a tiny model, and for one of 100 million parameters."""
+_QUICK_S: Final = 120.0
 _EXIT_INTERRUPTED: Final = 130
 """Exit code of an interrupted command."""
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
@@ -59,6 +60,12 @@ def profile(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Measurements of each kind; default: 3 on a GPU, 25 on a CPU.")
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Take about two minutes: fewer kinds of steps, fewer times, a rougher profile."
+        ),
+    ] = False,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the profile here, not where `serve` looks for it.")
     ] = None,
@@ -73,11 +80,15 @@ def profile(
 
     if model is not None and shape is not None:
         raise typer.BadParameter("give --model or --shape, not both", param_hint="--shape")
+    if quick and repeats is not None:
+        raise typer.BadParameter("--quick decides the repeats itself", param_hint="--repeats")
     folder = Path(model or "").expanduser()
     check_writable(json_out, inputs=() if model is None else tuple(folder / name for name in _MODEL_FILES))
     config, device, chosen = _resolve(model, shape, device, dtype, threads)
     name = _short_name(model) or shape or "a random model"
-    options = ProfileOptions(config=config, device=device, dtype=chosen, repeats=repeats)
+    options = ProfileOptions(
+        config=config, device=device, dtype=chosen, repeats=repeats, quick_s=_QUICK_S if quick else None
+    )
     try:
         with shown_progress(f"measuring {name}", expected=_expected(options)) as progress:
             found = profile_machine(options, progress)
@@ -85,6 +96,8 @@ def profile(
         typer.echo("stopped: nothing was kept of what was measured", err=True)
         raise typer.Exit(_EXIT_INTERRUPTED) from None
     print_costs(found)
+    if quick:
+        typer.echo("this is a rough profile; one without --quick takes its place when it is written")
     warn_of_poor_fits(found, "run this again when the machine is idle")
     path = json_out or profile_path(found.subject)
     write_profile(path, found, environment(ENGINE_PACKAGES))
@@ -184,11 +197,13 @@ def _expected(options: ProfileOptions) -> str:
     from loraplex.bench.profile_scenarios import CPU_REPEATS
 
     follows = "an estimate follows once 1% is measured"
+    if options.quick_s is not None:
+        return f"about two minutes, longer for models whose steps take seconds; {follows}"
     if options.device != "cpu":
         return f"some minutes, longer for larger models; {follows}"
     rounds, default_rounds = (options.repeats or CPU_REPEATS) + 1, CPU_REPEATS + 1
     least, most = (in_words(each * rounds / default_rounds) for each in _CPU_S)
-    fewer = "; --repeats 3 takes a seventh of it, and fits less closely" if options.repeats is None else ""
+    fewer = "; --quick takes two minutes, and fits less closely" if options.repeats is None else ""
     return (
         f"on two cores, some {least} for a tiny model and {most} for one of 100 million parameters, longer "
         f"while other programs run{fewer}; {follows}"

@@ -17,6 +17,7 @@ from loraplex.cli.closed_pipe import outlive_the_reader
 from loraplex.cli.configured import ConfigPath
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
+from loraplex.cli.tenant_options import MaxBorrowing, parse_borrowing
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
@@ -50,10 +51,12 @@ def serve_options(
     load_popular: option.LoadPopular = False,
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
+    max_borrowing: MaxBorrowing = None,
     threads: option.Threads = None,
     served_model_name: option.ServedModelName = None,
     tool_call_parser: option.ToolParser = ToolCallParser.AUTO,
     reasoning_parser: option.ThinkParser = ReasoningParser.AUTO,
+    trust_request_chat_template: option.TrustTemplates = False,
     allow_adapter_dir: option.AllowedDirs = None,
     allow_adapter_repo: option.AllowedRepos = None,
     state_dir: option.StateDir = None,
@@ -108,6 +111,7 @@ def serve_options(
         loads_popular=load_popular,
         batching=batching,
         max_delay=max_delay,
+        max_borrowing=parse_borrowing(max_borrowing),
         kv_swap_memory_bytes=kv_swap_bytes,
     )
     return ServeOptions(
@@ -129,7 +133,11 @@ def serve_options(
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
-        chat=ChatOptions(tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
+        chat=ChatOptions(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            trusts_templates=trust_request_chat_template,
+        ),
         shutdown_grace_s=shutdown_grace,
         shadow_twin_s=None if no_shadow_twin else twin_s,
         otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),

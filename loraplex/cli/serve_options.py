@@ -115,6 +115,13 @@ ToolParser = Annotated[
         "tools; auto: as its chat template has them.",
     ),
 ]
+TrustTemplates = Annotated[
+    bool,
+    typer.Option(
+        "--trust-request-chat-template",
+        help="Let requests bring chat templates, which are rendered in a process of their own.",
+    ),
+]
 ThinkParser = Annotated[
     ReasoningParser,
     typer.Option(

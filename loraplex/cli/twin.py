@@ -18,6 +18,8 @@ from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import batching_in_words, served_in_words
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
+from loraplex.cli.tenant_options import MaxBorrowing, MaxTtft, Tenants
+from loraplex.cli.tenant_show import show_tenants
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -70,6 +72,9 @@ def run(
     max_copy_gb_per_s: MaxCopyRate = None,
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
+    tenant: Tenants = None,
+    max_borrowing: MaxBorrowing = None,
+    max_ttft: MaxTtft = None,
     kv_swap_memory: KvSwapMemory = None,
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
@@ -91,10 +96,13 @@ def run(
         max_copy_gb_per_s=max_copy_gb_per_s,
         batching=batching,
         max_delay=max_delay_by_grouping,
+        tenants=tenant,
+        max_borrowing=max_borrowing,
+        max_ttft=max_ttft,
         kv_swap_memory=kv_swap_memory,
     )
-    outcome = _replay(profile, workload, model, options)
-    summary = outcome.summary()
+    outcome, tenants = _replay(profile, workload, model, options)
+    summary = outcome.summary() | tenants
 
     def write_figures(path: Path) -> None:
         timeline = asdict(outcome.timeline())
@@ -131,6 +139,7 @@ def compare(
     modules: Modules = None,
     max_running: MaxRunning = None,
     json_out: JsonPath = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw both runs side by side to this .png.")] = None,
 ) -> None:
     """Hold a simulation against a run of the engine itself.
 
@@ -141,7 +150,9 @@ def compare(
     from loraplex.twin.compare import compare as compare_figures
     from loraplex.twin.replay import replay
 
-    check_writable(json_out, inputs=(profile, workload, live))
+    inputs = (profile, workload, live)
+    check_writable(json_out, inputs=inputs)
+    check_picture(plot, inputs=(*inputs, *([] if json_out is None else [json_out])))
     try:
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -163,8 +174,18 @@ def compare(
     outcome = replay(found, *read_inputs(workload, options, engine))
     with _of_file(live):
         figures = compare_figures(outcome, measured)
-    if json_out is not None:
-        save_json(json_out, figures)
+
+    def draw(path: Path) -> None:
+        from loraplex.cli.compare_plot import draw_comparison, pairs_of
+
+        pairs = pairs_of(figures, outcome.summary(), measured)
+        save_picture(path, draw_comparison(pairs, title=f"{workload.name} on {profile.name}, {live.name}"))
+
+    with files_saved((json_out, lambda path: save_json(path, figures)), (plot, draw)):
+        _show_compared(figures)
+
+
+def _show_compared(figures: dict[str, dict[str, float]]) -> None:
     for name, words, factor in (
         ("output_tok_s", "output tok/s", 1.0),
         ("itl_s", "ITL ms", 1e3),
@@ -173,8 +194,6 @@ def compare(
         if (row := figures.get(name)) is not None:
             pair = f"twin {row['twin'] * factor:12,.2f}  live {row['live'] * factor:12,.2f}"
             typer.echo(f"{words:13} {pair}  SMAPE {row['smape']:5.1f}%")
-    if json_out is not None:
-        typer.echo(f"wrote {json_out}")
 
 
 @app.command()
@@ -238,10 +257,24 @@ def _of_file(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error
 
 
-def _replay(profile: Path, workload: Path, model: str | None, options: TwinOptions) -> Outcome:
+def _replay(
+    profile: Path, workload: Path, model: str | None, options: TwinOptions
+) -> tuple[Outcome, dict[str, Any]]:
+    """Return the outcome, and the figures of tenants if there are any."""
     from loraplex.twin.replay import replay
+    from loraplex.twin.tenant_figures import summary_of
 
-    return replay(read_profile_of(profile, model), *read_inputs(workload, options))
+    found = read_profile_of(profile, model)
+    requests, chosen = read_inputs(workload, options)
+    if chosen.limits_waiting:
+        from loraplex.fleet.policy import Policy
+        from loraplex.twin.fleet_run import FleetOptions, FleetRuns
+
+        one = FleetRuns(found, requests, FleetOptions(num_replicas=1, replay=chosen))
+        outcome = one.run(Policy.of("round-robin", None)).all
+    else:
+        outcome = replay(found, requests, chosen)
+    return outcome, summary_of(outcome, chosen.tenants, chosen.max_ttft_s)
 
 
 def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
@@ -265,6 +298,7 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     if summary["num_lost"]:
         lost = summary["num_lost"]
         typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")
+    show_tenants(summary)
     if is_overloaded:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
 
@@ -280,6 +314,8 @@ def _rows(outcome: Outcome) -> list[dict[str, Any]]:
             "finish_s": each.finish_s,
             "failed": each.failed,
             "lost": each.lost,
+            "refused": each.refused,
+            **({"tenant": each.request.tenant} if each.request.tenant else {}),
         }
         for each in outcome.requests
     ]

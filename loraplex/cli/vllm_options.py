@@ -45,6 +45,7 @@ _INSTEAD: Final = {
     "--max-num-seqs": "leave it out: up to 256 requests run at a time, as memory allows",
     "--max-num-batched-tokens": "leave it out: the engine chooses how much a step computes",
     "--scheduling-policy": "give --batching",
+    "--otlp-traces-endpoint": "give --otlp-endpoint, the collector's URL without /v1/traces",
     "--uvicorn-log-level": "give --log-level",
     "--disable-log-requests": "give --log-level warning",
     "--disable-log-stats": _UNNEEDED,

@@ -69,6 +69,7 @@ def make(
     from_: options.From = None,
     start_s: options.Start = None,
     functions_per_adapter: options.FunctionsPerAdapter = None,
+    tenants: options.Tenants = None,
 ) -> None:
     """Draw a workload, or turn a trace into one."""
     given = locals()

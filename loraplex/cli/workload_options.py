@@ -102,6 +102,10 @@ RateLeast = Annotated[
 RateMost = Annotated[
     float | None, _option(_RATES, "Never higher. Default: the highest at first, times the factor.")
 ]
+Tenants = Annotated[
+    str | None,
+    _option(_REQUESTS, "Whose they are, with weights if you like: acme:10,small:1. Default: nobody's."),
+]
 NumAdapters = Annotated[
     int | None,
     _option(_ADAPTERS, f"Default: {recipe.DEFAULT_NUM_ADAPTERS}, or all that maf, servegen and vtc have."),
@@ -134,10 +138,12 @@ LengthsFile = Annotated[
     ),
 ]
 PromptTokens = Annotated[
-    int | None, _option(_LENGTHS, f"Fixed, or the median. Default: {recipe.DEFAULT_PROMPT_TOKENS}.")
+    int | None,
+    _option(_LENGTHS, f"Fixed, or the median, no mean. Default: {recipe.DEFAULT_PROMPT_TOKENS}."),
 ]
 OutputTokens = Annotated[
-    int | None, _option(_LENGTHS, f"Fixed, or the median. Default: {recipe.DEFAULT_OUTPUT_TOKENS}.")
+    int | None,
+    _option(_LENGTHS, f"Fixed, or the median, no mean. Default: {recipe.DEFAULT_OUTPUT_TOKENS}."),
 ]
 PromptSigma = Annotated[
     float | None,

@@ -26,8 +26,8 @@ class EngineRequest:
     lengths, penalties and seeds, and is not reported again. `tenant`: whose request it is. `priority`: of a
     tenant's requests, those with a lower one come first. `slo_ttft_s`: seconds within which its first token
     should come; None for the target of the tenant, if it has one. `cache_salt`: a request finds cached
-    prefixes and compiled grammars only of requests with the same one. `traced`: its first token shall come
-    with its `PhaseTimes`.
+    prefixes and compiled grammars only of requests with the same one. `traceparent`: its
+    place in a trace, if it is traced: its first token then comes with its `PhaseTimes`.
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class EngineRequest:
     priority: int = 0
     slo_ttft_s: float | None = None
     cache_salt: str = ""
-    traced: bool = False
+    traceparent: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -196,7 +196,7 @@ class Engine:
         if request.request_id in self._compilation:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         self._scheduler.accept(request)
-        if request.traced:
+        if request.traceparent:
             self._phases.queued(request)
         if request.params.structured_output is None:
             self._begin(request, None)

@@ -114,6 +114,7 @@ def build_cpu_engine(
             loads_popular=options.loads_popular,
             batching=options.batching,
             max_delay=options.max_delay,
+            max_borrowing=options.max_borrowing,
         ),
         memory=SeparateMemory(
             num_blocks=plan.num_blocks,

@@ -197,7 +197,7 @@ class LLM:
 
         `adapter` and `params` are one for all prompts, or a list with one for each.
         """
-        return _run(self.agenerate(prompts, adapter, params))
+        return _run(self._generate(prompts, adapter, params))
 
     def chat(
         self,
@@ -208,19 +208,38 @@ class LLM:
     ) -> list[Completion]:
         """Answer one or several conversations, rendered with the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self.tokenizer.render_chat(
-                [dict(message) for message in conversation],  # type: ignore[arg-type]
-                template_options=template_options,
-            )
-            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        prompts = [
+            self._chat_prompt(conversation, template_options)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
         return self.generate(prompts, adapter, params)
 
     async def agenerate(
-        self, prompts: Prompts, adapter: AdapterNames = None, params: ParamsList = None
+        self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
+    ) -> Completion:
+        """Complete one prompt (text or token ids). Calls that are awaited together share batches, as with
+        `asyncio.gather`; a cancelled call ends its request."""
+        [completion] = await self._generate([self._one_prompt(prompt)], adapter, params)
+        return completion
+
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        adapter: str | None = None,
+        params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> Completion:
+        """Answer one conversation, rendered with the model's chat template; otherwise like `agenerate`."""
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequestError(
+                "achat answers one conversation, a list of messages; gather calls for several",
+                param="messages",
+            )
+        return await self.agenerate(self._chat_prompt(messages, template_options), adapter, params)
+
+    async def _generate(
+        self, prompts: Prompts, adapter: AdapterNames, params: ParamsList
     ) -> list[Completion]:
-        """`generate` for asyncio."""
         tokens = self._token_prompts(prompts)
         names: list[str | None] = _one_each(adapter, len(tokens), "adapter")
         options: list[SamplingParams | None] = _one_each(params, len(tokens), "params")
@@ -247,7 +266,7 @@ class LLM:
         self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas of one prompt as they arrive; close the generator to cancel."""
-        [tokens] = self._token_prompts(prompt)
+        tokens = self._one_prompt(prompt)
         await self._text.check_structure(params or SamplingParams())
         checked = self._text.check([tokens], params or SamplingParams())
         stream = self._stream(checked, self._version_of(adapter))
@@ -290,6 +309,20 @@ class LLM:
             num_cached_tokens=max(delta.num_cached_tokens for delta in first),
             prompt_logprobs=first[0].prompt_logprobs,
         )
+
+    def _chat_prompt(self, messages: Sequence[Message], template_options: dict[str, Any]) -> list[int]:
+        text = self.tokenizer.render_chat(
+            [dict(message) for message in messages],
+            template_options=template_options,
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _one_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str) and not all(isinstance(item, int) for item in prompt):
+            raise InvalidRequestError(
+                "this takes one prompt, a text or token ids; gather calls for several", param="prompt"
+            )
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _token_prompts(self, prompts: Prompts) -> list[list[int]]:
         if isinstance(prompts, str):

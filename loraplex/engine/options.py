@@ -47,4 +47,5 @@ class EngineOptions:
     loads_popular: bool = False
     batching: Batching = Batching.FCFS
     max_delay: DelayBound = field(default_factory=DelayBound)
+    max_borrowing: float | None = None
     kv_swap_memory_bytes: int | None = None

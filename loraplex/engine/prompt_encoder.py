@@ -86,6 +86,10 @@ class PromptEncoder:
         """Render and encode a conversation that must fit the context, unless it will be cut."""
 
         text = await self._render(messages, add_generation_prompt, template_options, tools)
+        return await self.encode_rendered(text, will_be_cut=will_be_cut)
+
+    async def encode_rendered(self, text: str, *, will_be_cut: bool = False) -> list[int]:
+        """Encode a conversation that was rendered already; see `encode_chat`."""
 
         def encode() -> list[int]:
             self._refuse_overlong(text, param="messages", will_be_cut=will_be_cut)

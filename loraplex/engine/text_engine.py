@@ -163,7 +163,7 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str = "",
         slo_ttft_s: float | None = None,
-        traced: bool = False,
+        traceparent: str = "",
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
 
@@ -171,7 +171,7 @@ class TextEngine:
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
         `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`,
-        `slo_ttft_s`, `traced`: see EngineRequest.
+        `slo_ttft_s`, `traceparent`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
@@ -179,8 +179,8 @@ class TextEngine:
         requests: Iterator[EngineRequest] = self._expand(
             checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
         )
-        if traced:
-            requests = (replace(each, traced=True) for each in requests)
+        if traceparent:
+            requests = (replace(each, traceparent=traceparent) for each in requests)
         choices = (
             _Choice(n, self.tokenizer, request, stops, shown_ids) for n, request in enumerate(requests)
         )

@@ -75,11 +75,6 @@ class Tokenizer:
         """Return whether the chat template handles calls; one that does not would drop them."""
         return "tool" in self.template_text
 
-    @property
-    def template_renders_tools(self) -> bool:
-        """Return whether the chat template tells the model of its tools."""
-        return "tools" in self.template_text
-
     def token_id(self, text: str) -> int | None:
         """Return the id of a text that was added to the vocabulary as one token; None if it was not."""
         token_id = self._backend.token_to_id(text)
@@ -119,6 +114,18 @@ class Tokenizer:
         names are part of the text."""
         return self.pieces.detokenizer(context, with_offsets=with_offsets, shown_ids=shown_ids)
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The special tokens by name, which templates may use."""
+        return dict(self._hf.special_tokens_map)
+
+    def check_template_options(self, options: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for names that belong to the rendering call itself."""
+        if reserved := sorted(options.keys() & _reserved_options(self._hf)):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not hold {reserved[0]!r}", param="chat_template_kwargs"
+            )
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -141,10 +148,7 @@ class Tokenizer:
                 param="messages",
             )
         options = dict(template_options or {})
-        if reserved := sorted(options.keys() & _reserved_options(self._hf)):
-            raise InvalidRequestError(
-                f"chat_template_kwargs may not hold {reserved[0]!r}", param="chat_template_kwargs"
-            )
+        self.check_template_options(options)
         try:
             return str(
                 self._hf.apply_chat_template(

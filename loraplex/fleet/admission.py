@@ -54,9 +54,14 @@ class Admission:
         self._variance = 0.0
 
     @property
+    def is_corrected(self) -> bool:
+        """Return whether there were enough errors to correct predictions by."""
+        return self._num_errors >= _FIRST_ERRORS
+
+    @property
     def correction(self) -> float:
         """The factor by which predictions are multiplied."""
-        if self._num_errors < _FIRST_ERRORS:
+        if not self.is_corrected:
             return 1.0
         return math.exp(self._mean + _DEVIATIONS * math.sqrt(self._variance))
 

@@ -130,11 +130,8 @@ class Controller:
         Raises UserError for an adapter that the fleet does not have, and CapacityError while no replica
         accepts requests.
         """
-        if adapter is not None:
-            _check_known("adapter", adapter, len(self._ranks))
+        request = self.request_of(adapter, prompt_tokens, output_tokens)
         assert self._since_s is not None, "the fleet has not begun to serve"
-        rank = 0 if adapter is None else self._ranks[adapter]
-        request = RoutedRequest(adapter, rank, prompt_tokens, output_tokens)
         replica = self._router.choose(request, self.view)
         self.view.load.sent(request_id, request, replica)
         if adapter is not None:
@@ -142,6 +139,16 @@ class Controller:
                 self.pool.used(replica, adapter)
             self._count(adapter, prompt_tokens)
         return replica
+
+    def request_of(
+        self, adapter: int | None, prompt_tokens: int, output_tokens: int | None = None
+    ) -> RoutedRequest:
+        """Return a request as routers see it. Raises UserError for an adapter that the fleet does not
+        have."""
+        if adapter is None:
+            return RoutedRequest(None, 0, prompt_tokens, output_tokens)
+        _check_known("adapter", adapter, len(self._ranks))
+        return RoutedRequest(adapter, self._ranks[adapter], prompt_tokens, output_tokens)
 
     def would_choose(self, request: RoutedRequest) -> int:
         """Return the replica that a request would be sent to now, without changing anything. Raises

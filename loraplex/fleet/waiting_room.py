@@ -69,10 +69,12 @@ class _Line:
 
 
 class WaitingRoom:
-    """Counts the waiting requests of a server. `admission`: corrects predictions by what was measured."""
+    """Counts the waiting requests of a server. `admission`: corrects predictions by what was measured; those
+    for a tenant with rights by its own requests, as soon as there are enough."""
 
     def __init__(self, max_requests: int, max_ttft_s: float | None = None) -> None:
         self.admission: Final = Admission(max_ttft_s)
+        self._admissions: dict[str, Admission] = {}
         self._max_requests = max_requests
         self._policies: Mapping[str, TenantPolicy] = {}
         self._lines: dict[str, dict[int, _Line]] = {}
@@ -86,6 +88,10 @@ class WaitingRoom:
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants."""
         self._policies = {each.name: each for each in policies}
+        self._admissions = {
+            name: self._admissions.get(name) or Admission(self.admission.max_ttft_s)
+            for name in self._policies
+        }
         total = sum(each.share for each in self._policies.values())
         places = _RESERVED * self._max_requests
         self._reserved = {name: int(places * each.share / total) for name, each in self._policies.items()}
@@ -141,15 +147,29 @@ class WaitingRoom:
         limit_s, is_slo = self.limit_s(caller)
         if limit_s is None:
             return None
-        retry_after_s = self.admission.retry_after_s(predicted, waited_s, limit_s=limit_s)
-        ttft_s = waited_s + self.admission.correction * predicted.ttft_s
+        admission = self._admissions.get(caller.tenant)
+        if admission is None or not admission.is_corrected:
+            admission = self.admission
+        retry_after_s = admission.retry_after_s(predicted, waited_s, limit_s=limit_s)
+        ttft_s = waited_s + admission.correction * predicted.ttft_s
+        if waited_s + predicted.ttft_s <= limit_s and self._is_first(caller.tenant):
+            retry_after_s = None
         return Verdict(retry_after_s, ttft_s, limit_s, is_slo)
+
+    def _is_first(self, tenant: str) -> bool:
+        """Return whether a tenant with rights has nothing waiting. Its next request is admitted unless it
+        would be late without any correction: a correction that is too large would never be found wrong."""
+        lines = self._lines.get(tenant, {}).values()
+        return tenant in self._admissions and not any(line.num_encoded for line in lines)
 
     def came(self, predicted: Forecast, measured_s: float, caller: Caller) -> None:
         """Record the time to the first token of a request that was admitted with this prediction."""
         limit_s, _ = self.limit_s(caller)
-        if limit_s is not None:
-            self.admission.observe(predicted.ttft_s, measured_s, limit_s)
+        if limit_s is None:
+            return
+        self.admission.observe(predicted.ttft_s, measured_s, limit_s)
+        if caller.tenant in self._admissions:
+            self._admissions[caller.tenant].observe(predicted.ttft_s, measured_s, limit_s)
 
     # ---- who waits
 

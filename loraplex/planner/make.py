@@ -162,7 +162,7 @@ def _packed(
             raise NotEnoughGpusError(
                 f"too few GPUs ({num_gpus}): the twin finds some starving, and {len(gpus)} would do; give "
                 "more GPUs",
-                num_needed=len(gpus),
+                plans=gpus,
             )
     return gpus
 

@@ -20,6 +20,7 @@ from typing import Final
 from loraplex.scheduling.adapter_planner import AdapterPlanner
 from loraplex.scheduling.batching.batcher import Batcher
 from loraplex.scheduling.batching.grouped import GroupedQueue
+from loraplex.scheduling.borrowing import Borrowing
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.memory_pressure import MemoryPressure
@@ -58,6 +59,7 @@ class Admission:
         self._slots = queues.slots
         self._pressure = pressure
         self._swapping = swapping
+        self.borrowing: Borrowing | None = None
 
     def bring_in(self) -> None:
         """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
@@ -93,6 +95,7 @@ class Admission:
         admitted: list[RequestState] = []
         num_promised: int | None = None
         num_behind_copies = 0
+        bounded: set[str] = set()  # tenants that may not run more
         for sequence in self._candidates():
             if budget < 1 or not self._has_place_for(sequence):
                 break
@@ -102,7 +105,7 @@ class Admission:
                 continue
             if self._pins.is_arriving(sequence) and not self._adapters.may_join(sequence, chunks):
                 continue
-            if not self._slots.has_room_for(sequence.adapter):
+            if not self._slots.has_room_for(sequence.adapter) or self._is_bounded(sequence, bounded):
                 continue
             if num_promised is None:
                 num_promised = self._all_promised_blocks()
@@ -133,6 +136,16 @@ class Admission:
             self._waiting.remove(sequence)
         if self._pins.short is not None:
             self._pressure.give_back_merged()
+
+    def _is_bounded(self, sequence: RequestState, bounded: set[str]) -> bool:
+        """Return whether the tenant of a request may not run more, and if so, add it to `bounded`."""
+        tenant = sequence.request.tenant
+        if self.borrowing is None or tenant in bounded:
+            return tenant in bounded
+        if self.borrowing.may_run(sequence, self._running):
+            return False
+        bounded.add(tenant)
+        return True
 
     def _candidates(self) -> Iterable[RequestState]:
         """Return the waiting requests that the step's batch allows, in the order in which they may run."""

@@ -4,7 +4,8 @@ While one tenant waits, with one priority and without objectives, it is the queu
 before each step, the first of all waiting requests are put in front of it, in this order:
 
     tenants of a lower `priority`, before all others
-      the tenant with the lowest counter (`fair_share`); each request put here raises it by its prompt
+      tenants that may run more (`borrowing`), before those that may not
+       the tenant with the lowest counter (`fair_share`); each request put here raises it by its prompt
         its requests of a lower `priority`
           those whose SLO can still be met
             the order of the queue that this one extends: of arrival, with preempted ones in front; grouped
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from heapq import merge
 from itertools import chain, islice
 from operator import attrgetter
@@ -84,6 +85,7 @@ class FairQueue(WaitingQueue):
         self._lines: dict[str, dict[int, _Line]] = {}
         self._priorities: dict[str, list[int]] = {}  # by tenant, sorted
         self._num_lines = 0
+        self._num_by_tenant: Counter[str] = Counter()
         self._num_with_slo = 0
         self._own: dict[RequestState, int] = {}  # positions of those that were put in front, before that
 
@@ -95,9 +97,8 @@ class FairQueue(WaitingQueue):
         return self._num_lines > 1 or self._num_with_slo > 0
 
     @property
-    def tenants(self) -> Collection[str]:
-        """The tenants that wait."""
-        return self._lines.keys()
+    def num_by_tenant(self) -> Mapping[str, int]:
+        return self._num_by_tenant
 
     def arrange(self, count: int) -> None:
         """Put the first `count` requests in front."""
@@ -118,14 +119,17 @@ class FairQueue(WaitingQueue):
         now_s, fair, costs = self._clock.now_s(), self._fair, self._fair.costs
         if self._num_with_slo:
             self._find_late(now_s)
-        tenants: list[tuple[int, float, int, str, RequestState, Iterator[RequestState]]] = []
+        tenants: list[tuple[int, bool, float, int, str, RequestState, Iterator[RequestState]]] = []
         for tenant in self._lines:
             requests = self._of_tenant(tenant, now_s)
             first = next(requests)
-            tenants.append((fair.rank(tenant), fair.counter(tenant), first.arrival, tenant, first, requests))
+            held = self.holds_back(first)
+            tenants.append(
+                (fair.rank(tenant), held, fair.counter(tenant), first.arrival, tenant, first, requests)
+            )
         heapq.heapify(tenants)
         while tenants:
-            rank, counter, _, tenant, request, others = tenants[0]
+            rank, held, counter, _, tenant, request, others = tenants[0]
             yield request
             following = next(others, None)
             if following is None:
@@ -133,7 +137,8 @@ class FairQueue(WaitingQueue):
                 continue
             if request.num_charged == 0:
                 counter += costs.prompt(request.adapter, len(request.token_ids)) / fair.share(tenant)
-            heapq.heapreplace(tenants, (rank, counter, following.arrival, tenant, following, others))
+            entry = (rank, held, counter, following.arrival, tenant, following, others)
+            heapq.heapreplace(tenants, entry)
 
     def _of_tenant(self, tenant: str, now_s: float) -> Iterator[RequestState]:
         selected = self.selected
@@ -173,6 +178,7 @@ class FairQueue(WaitingQueue):
         super().remove(request)
         self._own.pop(request, None)
         tenant, priority = request.request.tenant, request.request.priority
+        self._num_by_tenant[tenant] -= 1
         lines = self._lines[tenant]
         lines[priority].remove(request)
         self._num_with_slo -= request.slo_ttft_s is not None
@@ -182,11 +188,12 @@ class FairQueue(WaitingQueue):
         self._priorities[tenant].remove(priority)
         self._num_lines -= 1
         if not lines:
-            del self._lines[tenant], self._priorities[tenant]
+            del self._lines[tenant], self._priorities[tenant], self._num_by_tenant[tenant]
             self._fair.stopped_waiting(tenant)
 
     def _line_of(self, request: RequestState) -> _Line:
         tenant, priority = request.request.tenant, request.request.priority
+        self._num_by_tenant[tenant] += 1
         lines = self._lines.setdefault(tenant, {})
         line = lines.get(priority)
         if line is None:
@@ -228,6 +235,7 @@ class FairQueue(WaitingQueue):
         lines = [line for each in self._lines.values() for line in each.values()]
         in_lines = {each for line in lines for each in chain(line.due, line.late)}
         assert in_lines == set(self)
+        assert self._num_by_tenant == Counter(each.request.tenant for each in in_lines)
         assert self._num_lines == len(lines)
         assert all(lines)
         assert self._own.keys() <= in_lines

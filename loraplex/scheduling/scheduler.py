@@ -28,6 +28,7 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_planner import AdapterPlanner
 from loraplex.scheduling.admission import Admission
 from loraplex.scheduling.batching.batcher import Batcher
+from loraplex.scheduling.borrowing import Borrowing
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.fair_share import FairShare, RequestCosts
 from loraplex.scheduling.fair_victims import kept_first
@@ -81,6 +82,12 @@ class Scheduler:
         self._admission = Admission(
             config, memory, self.batcher, self.adapters, self._queues, self._pressure, self._swapping
         )
+        self._borrowing: Borrowing | None = None
+        if config.max_borrowing is not None:
+            watched = DriftWatch(charged_by) if costs is None and charged_by is not None else costs
+            self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, watched)
+            self._admission.borrowing = self._borrowing
+            self._waiting.holds_back = self._holds_back
         self._under_way: deque[list[ChunkUnderWay]] = deque()
         self._is_stuck = False  # requests are paused, and nothing else runs or is on its way
         self._num_arrived = 0
@@ -209,9 +216,17 @@ class Scheduler:
         if not self.fair.is_shared:
             return
         self.fair.settle(self._running)
+        if self._borrowing is not None:
+            counts = Counter(each.request.tenant for each in self._running)
+            counts.update(self._waiting.num_by_tenant)
+            self._borrowing.observe(counts, self._clock.now_s())
         most_blocks = len(self._running) + self._pool.blocks_for(self._config.work.max_tokens)
         if self._pool.num_obtainable < most_blocks:
             self._running[:] = kept_first(self._running, self.fair)
+
+    def _holds_back(self, sequence: RequestState) -> bool:
+        """Return whether the tenant of a waiting request may not run more now."""
+        return self._borrowing is not None and not self._borrowing.may_run(sequence, self._running)
 
     def _plan(self, chunks: list[Chunk], preempted: Iterable[RequestState] = ()) -> StepPlan:
         """Return the plan of a step with these chunks, and count them as computed."""

@@ -7,7 +7,7 @@ only at the first few, to load their adapters, and at the candidates, the only o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping
 from heapq import merge
 from itertools import islice, pairwise
 from operator import attrgetter
@@ -22,7 +22,8 @@ class WaitingQueue:
 
     A request is a *candidate* for admission if it runs on the base model, or if its adapter is pinned for it.
     Only the first requests of the queue get pins, so that pinned requests are few. Adding, removing and
-    finding a request take the same time however many others wait.
+    finding a request take the same time however many others wait. `holds_back`: returns whether the tenant of
+    a request may not run more for now.
 
         requests    [ r1  r2  r3  r4  r5  r6  r7 ... ]   by `queue_position`, which rises
             on_base     [     r2          r5             ]   a subset, in the same order
@@ -37,6 +38,7 @@ class WaitingQueue:
         self._num_on: dict[str, int] = {}  # by adapter version
         self._front = 0
         self._back = 0
+        self.holds_back: Callable[[RequestState], bool] = lambda request: False
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -89,9 +91,14 @@ class WaitingQueue:
         return False
 
     @property
+    def num_by_tenant(self) -> Mapping[str, int]:
+        """Number of waiting requests of each tenant that has any, where that is counted."""
+        return {}
+
+    @property
     def tenants(self) -> Collection[str]:
-        """The tenants that wait."""
-        return ()
+        """The tenants that wait, where that is counted."""
+        return self.num_by_tenant.keys()
 
     @property
     def selected(self) -> Collection[RequestState]:

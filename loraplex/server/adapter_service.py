@@ -312,7 +312,7 @@ class AdapterService:
     def check_name(self, name: str) -> None:
         """Raise InvalidRequestError unless an adapter may have this name."""
         validate_adapter_name(name, param="lora_name")
-        if name == self.base_model:
+        if name in (self.base_model, self._alias):
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:

@@ -9,7 +9,8 @@ from functools import partial
 from loraplex.server.reasoning import ReasoningSplitter
 from loraplex.server.tool_calls.answer_delta import AnswerBuilder, AnswerDelta
 from loraplex.server.tool_calls.call_finder import CallFinder
-from loraplex.server.tool_calls.formats import ToolFormat, new_call_id
+from loraplex.server.tool_calls.call_ids import new_call_id
+from loraplex.server.tool_calls.formats import ToolFormat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
                 Administrators(deps.admin_keys, has_tenants=deps.tenants is not None),
                 deps.bodies,
                 deps.metrics.clock,
+                deps.placement_file,
             )
         )
     if deps.batches is not None:

@@ -31,7 +31,7 @@ class ReasoningParser(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """`trusts_templates`: requests may bring chat templates."""
+    """`trusts_templates`: requests may bring chat templates of their own."""
 
     tool_call_parser: ToolCallParser = ToolCallParser.AUTO
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO

@@ -33,13 +33,14 @@ class ChatPlan:
     reading: AnswerReading | None
 
 
-def chat_tools(body: ChatRequest, tokenizer: Tokenizer, options: ChatOptions) -> ToolUse | None:
-    """Return how the request's tools are used; None if its answer may call none."""
+def chat_tools(body: ChatRequest, template: str, options: ChatOptions) -> ToolUse | None:
+    """Return how the request's tools are used; None if its answer may call none. `template`: the source of
+    the chat template."""
     return tool_use(
         body.tools,
         body.tool_choice,
         is_parallel=body.parallel_tool_calls is not False,
-        tokenizer=tokenizer,
+        template=template,
         options=options,
     )
 
@@ -50,14 +51,16 @@ def plan_chat(
     prompt: Sequence[int],
     tools: ToolUse | None,
     *,
+    template: str,
     tokenizer: Tokenizer,
     options: ChatOptions,
 ) -> ChatPlan:
-    """Return the plan, which depends on whether the prompt ends in reasoning."""
+    """Return the plan, which depends on whether the prompt ends in reasoning. Takes some milliseconds where
+    tools have large schemas."""
     wanted = params.structured_output
     thinking = Thinking.NONE
     # A schema of the client's own is for all of an answer.
-    if options.reads_reasoning(tokenizer.template_text) and (wanted is None or tools is not None):
+    if options.reads_reasoning(template) and (wanted is None or tools is not None):
         thinking = _thinking(tokenizer.decode(prompt[-_TAIL_TOKENS:]))
     if tools is not None:
         params = tools.applied_to(params, thinking=thinking, token_id=tokenizer.token_id)

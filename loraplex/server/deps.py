@@ -18,12 +18,14 @@ from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
 from loraplex.server.page.history import ServerHistory
+from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
 if TYPE_CHECKING:
+    from loraplex.server.fleet.kept_placement import PlacementFile
     from loraplex.server.traces import Traces
 
 
@@ -33,9 +35,11 @@ class ServerDeps:
 
     `base_root` is the source of the base model; its served name is in the adapter service. `fleet`: None for
     a single engine. `is_ready_without_adapters`: the server is ready even if all adapters were left out at
-    the start. `shadow_twin`: None if there is none. `continued`: how often requests outlived their engine;
-    `is_resampled`: see ServingEngine. `tenants`: None if all clients have the same rights. `traces`: None if
-    none are asked for. `batches`: None if it takes no files and batches.
+    the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
+    none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine.
+    `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `tenants`: None if
+    all clients have the same rights. `traces`: None if none are asked for. `batches`: None if it
+    takes no files and batches.
     """
 
     text: TextEngine
@@ -51,7 +55,9 @@ class ServerDeps:
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0
     chat: ChatOptions = field(default_factory=ChatOptions)
+    templates: RequestTemplates | None = None
     fleet: Fleet | None = None
+    placement_file: PlacementFile | None = None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)

@@ -180,7 +180,7 @@ def describe(error: Exception) -> HttpError:
         case AdapterMismatchError():
             return _http_error(400, message, param="lora_path")
         case AdapterError():  # raised for a request, not for a load: the adapter was valid once
-            return _http_error(400, message, param="model", code="adapter_unavailable")
+            return _http_error(400, _without_paths(message), param="model", code="adapter_unavailable")
         case PathNotAllowedError():
             return _http_error(403, message, param="lora_path", code="path_not_allowed")
         case BodyTooLargeError():

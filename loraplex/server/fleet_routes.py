@@ -17,6 +17,7 @@ from loraplex.server.auth import Administrators
 from loraplex.server.body import BodyReader
 from loraplex.server.engine_status import Fleet
 from loraplex.server.fleet.given_placement import GivenPlacement
+from loraplex.server.fleet.kept_placement import PlacementFile
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import LeaveRequest, PlacementRequest, ReplicaRequest, ScaleRequest
@@ -33,14 +34,19 @@ def fleet_router(
     administrators: Administrators,
     bodies: BodyReader,
     clock: Clock,
+    placement_file: PlacementFile | None = None,
 ) -> APIRouter:
+    """Return the routes. `placement_file`: keeps the placement that the fleet is given, and is taken up now;
+    None keeps it nowhere."""
     router = APIRouter()
-    _add_placement(router, GivenPlacement(fleet, adapters), administrators, bodies, clock)
+    placement = GivenPlacement(fleet, adapters, placement_file)
+    placement.take_up()
+    _add_placement(router, placement, administrators, bodies, clock)
 
     @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401, 403)))
     async def replicas(request: Request) -> Response:
         administrators.require_operator(request.scope)
-        return json_response(_list(fleet, adapters))
+        return json_response(_list(fleet, adapters, placement))
 
     def add(
         path: str, summary: str, body_type: type[R], change: Callable[[R], Awaitable[None] | None]
@@ -55,7 +61,7 @@ def fleet_router(
             with audited_replicas(request.scope, clock, **asked):
                 if (changing := change(body)) is not None:
                     await changing
-            return json_response(_list(fleet, adapters))
+            return json_response(_list(fleet, adapters, placement))
 
     add(
         "/v1/fleet/drain",
@@ -115,7 +121,7 @@ def _add_placement(
             with audited_replicas(
                 request.scope, clock, adapters=len(body.adapters), dry_run=body.dry_run or None
             ):
-                placement.give(body)
+                await placement.give(body)
         return json_response(placement.state())
 
     @router.delete(
@@ -128,14 +134,15 @@ def _add_placement(
         administrators.require(request.scope)
         administrators.require_operator(request.scope)
         with audited_replicas(request.scope, clock):
-            placement.release()
+            await placement.release()
         return json_response(placement.state())
 
 
-def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:
+def _list(fleet: Fleet, adapters: AdapterService, placement: GivenPlacement) -> ReplicaList:
     return ReplicaList(
         left_out=left_out_infos(adapters),
         data=replica_infos(fleet),
+        plan=placement.applied(),
     )
 
 

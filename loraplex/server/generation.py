@@ -130,12 +130,12 @@ class GenerationResponse(Response):
         self._spending = spending
         self._pacer = pacer
         self._usage = _UsageCount(generation, is_resampled)
-        self._traced = False
+        self._traceparent = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = request_record(scope)
         record.begin(self._generation.request_id, self._meter, self._usage.total)
-        self._traced = record.trace is not None and record.trace.is_recorded
+        self._traceparent = "" if record.trace is None else record.trace.traceparent
         is_stream = self._generation.stream
         work = self._send_stream(scope, send) if is_stream else self._send_whole(scope, receive, send)
         try:
@@ -165,7 +165,7 @@ class GenerationResponse(Response):
             priority=job.priority,
             cache_salt=job.cache_salt,
             slo_ttft_s=job.slo_ttft_s,
-            traced=self._traced,
+            traceparent=self._traceparent,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:

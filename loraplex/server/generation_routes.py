@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
+from loraplex.fleet.waiting_room import Caller
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
@@ -32,6 +34,8 @@ from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
+from loraplex.server.tool_calls.call_ids import with_accepted_ids
+from loraplex.server.tool_calls.tool_use import ToolUse
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
@@ -82,6 +86,8 @@ def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
     If the name has a canary, a user named by the request is always answered by the same version.
     """
     record = request_record(request.scope)
+    if access_of(request.scope).account is None:
+        record.late_headers = deps.waiting.headers
     name = _model_name(deps, body)
     record.ask(name)
     key = body.user or body.safety_identifier or record.request_id
@@ -96,7 +102,7 @@ def _model_name(deps: ServerDeps, body: SamplingFields) -> str:
         return body.model
     if body.model not in ("", deps.adapters.base_model, body.adapter_id):
         raise InvalidRequestError(
-            f"model is {body.model!r} and adapter_id {body.adapter_id!r}; send one of them as "
+            f"model is {body.model[:1024]!r} and adapter_id {body.adapter_id!r}; send one of them as "
             f"both, or the base model {deps.adapters.base_model!r} as model",
             param="adapter_id",
         )
@@ -123,20 +129,28 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         on_failure.callback(lease.release)
         params = chat_params(body)
         spending = _spending(request, params.n, on_failure, param="n")
-        ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
-        on_failure.callback(ticket.close)
-        tokenizer = deps.text.tokenizer
-        tools = chat_tools(body, tokenizer, deps.chat)
-        encoding = deps.text.prompts.encode_chat(
-            template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_options=body.chat_template_kwargs,
-            tools=() if tools is None else tools.for_template,
-            will_be_cut=body.truncate_prompt_tokens is not None,
+        ticket = deps.waiting.admit(
+            params.n, adapter=lease.version, param="n", caller=_caller(request, lease, body)
         )
+        on_failure.callback(ticket.close)
+        template = _template(deps, body)
+        tools = chat_tools(body, template, deps.chat)
+        encoding = _encode_chat(deps, body, tools)
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
         prompt = _cut(prompt, body, params, deps.text)
-        plan = plan_chat(body, params, prompt, tools, tokenizer=tokenizer, options=deps.chat)
+        plan = await deps.text.prompts.call(
+            partial(
+                plan_chat,
+                body,
+                params,
+                prompt,
+                tools,
+                template=template,
+                tokenizer=deps.text.tokenizer,
+                options=deps.chat,
+            ),
+            num_tokens=0 if tools is None else tools.num_bytes,
+        )
         await deps.text.check_structure(plan.params, plan.parts)
         try:
             checked = deps.text.check([prompt], plan.params)
@@ -161,6 +175,48 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         return response
 
 
+def _template(deps: ServerDeps, body: ChatRequest) -> str:
+    """Return the source of a request's chat template. Raises InvalidRequestError for its own one, unless the
+    server trusts it."""
+    if body.chat_template is None:
+        return deps.text.tokenizer.template_text
+    if deps.templates is None:
+        raise InvalidRequestError(
+            "chat_template of a request is not used here; leave it out, or start the server with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    return body.chat_template
+
+
+async def _encode_chat(deps: ServerDeps, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """Return the tokens of a conversation, by the model's chat template or the request's own."""
+    prompts = deps.text.prompts
+    tool_format = deps.chat.tool_format(_template(deps, body))
+    messages = with_accepted_ids(template_messages(body.messages), tool_format)
+    add_generation_prompt = body.add_generation_prompt is not False
+    for_template = () if tools is None else tools.for_template
+    will_be_cut = body.truncate_prompt_tokens is not None
+    if body.chat_template is None or deps.templates is None:
+        return await prompts.encode_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=body.chat_template_kwargs,
+            tools=for_template,
+            will_be_cut=will_be_cut,
+        )
+    options = body.chat_template_kwargs or {}
+    deps.text.tokenizer.check_template_options(options)
+    text = await deps.templates.render(
+        body.chat_template,
+        messages,
+        tools=for_template,
+        add_generation_prompt=add_generation_prompt,
+        variables={**deps.text.tokenizer.template_variables, **options},
+    )
+    return await prompts.encode_rendered(text, will_be_cut=will_be_cut)
+
+
 async def _start_completion(
     deps: ServerDeps, request: Request, body: CompletionRequest
 ) -> GenerationResponse:
@@ -171,7 +227,10 @@ async def _start_completion(
         num_choices = _num_choices(body, params)
         spending = _spending(request, num_choices, on_failure)
         ticket = deps.waiting.admit(
-            num_choices, adapter=lease.version, was_admitted=bool(body.output_token_ids)
+            num_choices,
+            adapter=lease.version,
+            was_admitted=bool(body.output_token_ids),
+            caller=_caller(request, lease, body),
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
@@ -205,6 +264,12 @@ async def _start_completion(
         response = _response(deps, request, generation, completion_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
+
+
+def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
+    """Return whose request it is, for decisions about who is served when not all can be."""
+    access = access_of(request.scope)
+    return Caller(tenant=access.tenant, priority=body.priority or 0, slo_ttft_s=access.slo_ttft_s(lease.name))
 
 
 def _spending(
@@ -244,7 +309,7 @@ def _generation(
     output_token_ids: tuple[int, ...] = (),
     shown_ids: frozenset[int] = frozenset(),
 ) -> Generation:
-    access = access_of(request.scope)
+    caller = _caller(request, lease, body)
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         checked=checked,
@@ -254,10 +319,10 @@ def _generation(
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
         shown_ids=shown_ids,
-        tenant=access.tenant,
-        priority=body.priority or 0,
-        cache_salt=_salt(access.cache_salt, body.cache_salt),
-        slo_ttft_s=access.slo_ttft_s(lease.name),
+        tenant=caller.tenant,
+        priority=caller.priority,
+        cache_salt=_salt(access_of(request.scope).cache_salt, body.cache_salt),
+        slo_ttft_s=caller.slo_ttft_s,
     )
 
 
@@ -280,6 +345,7 @@ def _response(
         adapter=generation.lease.name,
         is_canary=generation.lease.is_canary,
         num_prompt_tokens=sum(map(len, checked.prompts)),
+        num_prompts=len(checked.prompts),
         num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
     )

@@ -190,15 +190,18 @@ class ServerMetrics:
         *,
         adapter: str | None,
         num_prompt_tokens: int,
+        num_prompts: int = 1,
         num_choices: int,
         arrival_s: float,
         is_canary: bool = False,
     ) -> RequestMeter:
-        """Begin to measure a request; the caller must call `close` on the result."""
+        """Begin to measure a request; the caller must call `close` on the result. `num_prompt_tokens`: of its
+        `num_prompts` prompts, each counted once; `num_choices`: of all of them."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
         traffic.num_canary_requests += is_canary
-        self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_prompt_tokens)
+        num_computed = num_prompt_tokens * num_choices // max(num_prompts, 1)
+        self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_computed)
         demand = None if adapter is None else self.demand
         return RequestMeter(self, traffic, demand, num_prompt_tokens, num_choices, arrival_s)
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
-from loraplex.server.adapter_metrics import render_adapters
+from loraplex.server.adapter_metrics import MAX_NAMED, render_adapters
 from loraplex.server.engine_status import EngineState, ReplicaStatus
 from loraplex.server.metrics import Histogram, ServerMetrics
 from loraplex.server.served_adapter import ServedAdapter
@@ -217,7 +217,7 @@ class _Page:
 
     def _lora_info(self) -> Metric:
         """Return vLLM's gauge of adapters in use, read by load balancers. `max_lora` is the number of
-        adapters, because there is no limit here."""
+        adapters, because there is no limit here. At most `MAX_NAMED` are named in each list."""
         running, waiting = [], []
         for adapter in self._adapters:
             traffic = self._metrics.find_traffic(adapter.name)
@@ -230,7 +230,10 @@ class _Page:
             "Adapters with requests; the value is the time of this snapshot",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        family.add_metric([str(len(self._adapters)), ",".join(running), ",".join(waiting)], time.time())
+        family.add_metric(
+            [str(len(self._adapters)), *(",".join(names[:MAX_NAMED]) for names in (running, waiting))],
+            time.time(),
+        )
         return family
 
     def _each_replica(self) -> Iterator[Metric]:

@@ -44,8 +44,9 @@ class MeasuredDemand:
 class RecentDemand:
     """Counts requests as they arrive, and their answers when they have ended.
 
-    A request for several answers counts as so many, and its prompt once, as the engine computes it. Requests
-    for the base model alone are counted apart, as plans are about adapters."""
+    A request for several answers counts as so many, each with its prompt: an engine gets one sequence for
+    each, and as they begin in the same step, none finds the prompt in the prefix cache. Requests for the base
+    model alone are counted apart, as plans are about adapters."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -53,7 +54,8 @@ class RecentDemand:
         self._counts: dict[int, _Counts] = {}  # by minute since the start, oldest first
 
     def arrived(self, adapter: str | None, *, num_choices: int, num_prompt_tokens: int) -> None:
-        """Count a request that is accepted now. `adapter`: None for the base model."""
+        """Count a request that is accepted now. `adapter`: None for the base model. `num_prompt_tokens`: of
+        the prompts of all choices."""
         counts = self._now()
         if adapter is None:
             counts.num_asked_of_base += num_choices

@@ -30,6 +30,8 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MAX_TOKENS_NAMED: Final = 1024
 """Most tokens that a request may name by id in one of its options."""
 MAX_SALT_CHARS: Final = 256
+MAX_TEMPLATE_CHARS: Final = 2**16
+MAX_PLAN_NAME_CHARS: Final = 200
 MAX_LISTED_CHOICES: Final = 1024
 """Most texts of `guided_choice`."""
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -116,7 +118,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     # LoRAX's: instead of `model`, which is then the base model or empty.
-    adapter_id: str | None = None
+    adapter_id: Annotated[str, Meta(max_length=1024)] | None = None
     # Without effect here, except that `user` or `safety_identifier` chooses the version where a name has a
     # canary.
     user: str | None = None
@@ -139,6 +141,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Only where the server was started so.
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARS)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -248,11 +252,14 @@ class GivenAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class PlacementRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`replicas`: the replicas that the placement was made for, which must be all of the fleet. `dry_run`:
-    check it, and change nothing."""
+    check it, and change nothing. `plan`: what people call it, for `fleet status` and the log."""
 
     replicas: list[int]
     adapters: list[GivenAdapter]
     dry_run: bool = False
+    plan: Annotated[str, Meta(max_length=MAX_PLAN_NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] | None = (
+        None
+    )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -249,7 +249,8 @@ class AdapterDemandInfo(msgspec.Struct, frozen=True, kw_only=True):
 class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of the last half hour, or since the start: of the last `seconds`. `base_requests`: those
     for the base model alone, which are in none of the other figures. `prompt_tokens` and `output_tokens`:
-    means of a request for an adapter; null until there is one, or one was answered."""
+    means of an answer for an adapter and of its prompt; null until there is one, or one was answered. A
+    request for n answers counts n times, and so does its prompt, as each answer is a sequence of its own."""
 
     object: Literal["demand"] = "demand"
     seconds: float
@@ -337,12 +338,40 @@ class LeftOutInfo(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class NamedAdapters(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of adapters, and the first of their names."""
+
+    number: int = 0
+    first: list[str] = []
+
+
+class AppliedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The placement that the fleet was given. `since_s`: when, in seconds since 1970; `adapters`: how many it
+    places. `trouble`: why it is not in force, though it was before the server started; null if it is.
+
+    The rest is what of it does not hold: `missing_replicas` of it that do not serve or are gone, and
+    `new_replicas` that it does not use; adapters `not_in_it`, which the policy places; adapters in it that
+    are `not_served` at present; and those `not_there` where it has them (yet)."""
+
+    name: str | None
+    since_s: float | None
+    adapters: int
+    trouble: str | None
+    missing_replicas: list[int] = []
+    new_replicas: list[int] = []
+    not_in_it: NamedAdapters = NamedAdapters()
+    not_served: NamedAdapters = NamedAdapters()
+    not_there: NamedAdapters = NamedAdapters()
+
+
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
-    """`left_out`: adapters of the registry and of folders that are not served."""
+    """`left_out`: adapters of the registry and of folders that are not served. `plan`: the placement that the
+    fleet was given; null if its policy places all adapters."""
 
     object: Literal["list"] = "list"
     data: list[ReplicaInfo]
     left_out: list[LeftOutInfo] = []
+    plan: AppliedPlan | None = None
 
 
 class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,13 +390,15 @@ class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`is_given`: a placement was handed to the fleet; otherwise its policy places all adapters. `stands`:
-    every adapter is where it was given. `replicas`: all replicas of the fleet."""
+    every adapter is where it was given. `replicas`: all replicas of the fleet. `plan`: what was given, in
+    short."""
 
     object: Literal["placement"] = "placement"
     is_given: bool
     stands: bool
     replicas: list[int]
     data: list[PlacedAdapterInfo]
+    plan: AppliedPlan | None = None
 
 
 class HistorySample(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.remote_adapters import RemoteAdapters
+from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
@@ -69,6 +70,7 @@ from loraplex.server.web_guard import WebAccess
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.backend_replicas import Backends
+    from loraplex.server.fleet.kept_placement import PlacementFile
     from loraplex.server.fleet.ray_cluster import RayPlace
 
 logger = logging.getLogger(__name__)
@@ -262,6 +264,14 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
     )
 
 
+def _request_templates(options: ServeOptions, stack: AsyncExitStack) -> RequestTemplates | None:
+    if not options.chat.trusts_templates:
+        return None
+    templates = RequestTemplates()
+    stack.push_async_callback(templates.close)
+    return templates
+
+
 async def _end(
     stop: asyncio.Event,
     server: ListeningServer,
@@ -361,7 +371,9 @@ async def _start(
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         chat=options.chat,
+        templates=_request_templates(options, stack),
         fleet=fleet,
+        placement_file=None if fleet is None else _placement_file(state_dir, key),
         is_ready_without_adapters=options.backends is None,
         continued=client.continued,
         is_resampled=client.is_resampled,
@@ -371,6 +383,7 @@ async def _start(
         batches=BatchStore.at(state_dir, key),
     )
     if watch is not None:
+        watch.tell(deps.waiting.set_tenants)
         rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
         stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget
@@ -478,6 +491,12 @@ async def _engine(
         log=log,
     )
     return fleet, fleet
+
+
+def _placement_file(state_dir: Path, key: str) -> PlacementFile:
+    from loraplex.server.fleet.kept_placement import PlacementFile  # not needed by a single server
+
+    return PlacementFile(state_dir, key)
 
 
 async def _shadow_twin(

@@ -48,6 +48,12 @@ class RequestTrace:
         self.span = span
         self._ahead_ns = ahead_ns
 
+    @property
+    def traceparent(self) -> str:
+        """The header that makes what it is sent with a part of this span; empty if it is not recorded."""
+        context = self.span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if self.is_recorded else ""
+
     def unix_ns(self, moment_s: float) -> int:
         return self._ahead_ns + round(moment_s * 1e9)
 

@@ -22,6 +22,7 @@ from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
 from loraplex.server.responses import Health, Text, Tokens, Version
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.tenant_metrics import render_tenants
+from loraplex.server.tool_calls.call_ids import with_accepted_ids
 from loraplex.server.tool_calls.tool_use import tool_use
 from loraplex.server.waiting import Refused
 
@@ -67,9 +68,12 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
 async def _tokenize(deps: ServerDeps, body: TokenizeRequest) -> list[int]:
     prompts = deps.text.prompts
     if body.messages is not None and body.prompt is None:
-        tools = tool_use(body.tools, None, is_parallel=True, tokenizer=deps.text.tokenizer, options=deps.chat)
+        tools = tool_use(
+            body.tools, None, is_parallel=True, template=deps.text.tokenizer.template_text, options=deps.chat
+        )
+        tool_format = deps.chat.tool_format(deps.text.tokenizer.template_text)
         return await prompts.tokenize_chat(
-            template_messages(body.messages),
+            with_accepted_ids(template_messages(body.messages), tool_format),
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             template_options=body.chat_template_kwargs,

@@ -22,6 +22,7 @@ from loraplex.core.tenants import TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.waiting_room import NOBODY, Caller, WaitingRoom
 from loraplex.server.errors import QueueFullError
+from loraplex.server.rate_limits import Header, RateLimit, rate_limit_headers
 
 _RATE_WINDOW: Final = 64
 """Number of latest first tokens from which the rate of starts is computed."""
@@ -202,13 +203,27 @@ class WaitingBook:
     def now_s(self) -> float:
         return self._clock.now_s()
 
+    def headers(self) -> list[Header]:
+        """Return the headers about the room that is left."""
+        limits = self._limits
+        drain_s = float(_whole_seconds(self._drain_s())) if self.num_requests else 0.0
+        return rate_limit_headers(
+            [
+                RateLimit("requests", limits.max_requests, limits.max_requests - self.num_requests, drain_s),
+                RateLimit("tokens", limits.max_tokens, limits.max_tokens - self.num_tokens, drain_s),
+            ]
+        )
+
     def _retry_after_s(self) -> int:
         """Return the seconds until half of the waiting requests will have started, at the latest pace."""
+        return _whole_seconds(self._drain_s() / 2)
+
+    def _drain_s(self) -> float:
+        """Return the seconds until all of the waiting requests will have started, at the latest pace."""
         if len(self._starts_s) < 2:
-            return 1
+            return 0.0
         span_s = self._waited_s() - self._starts_s[0]
-        wait_s = span_s / len(self._starts_s) * self.num_requests / 2
-        return _whole_seconds(wait_s)
+        return span_s / len(self._starts_s) * self.num_requests
 
     def _waited_s(self) -> float:
         """Return the time on a clock that stops while nothing waits: idle time says nothing about the pace of

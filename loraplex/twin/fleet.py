@@ -18,6 +18,7 @@ from loraplex.fleet.controller import Controller
 from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.pool import Drop
 from loraplex.twin.engine_twin import AdapterEvent, Adapters, Engines, EngineTwin, T
+from loraplex.twin.front import Front
 from loraplex.twin.links import Links
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome, Timeline
 from loraplex.workload.jsonl import WorkloadRequest
@@ -92,13 +93,13 @@ class ReplicaFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
     """The outcome of all requests, in order of arrival, and the figures of each replica. `chosen`: the
-    replica of each request. `bytes_moved`: bytes of adapters brought to the replicas' host memory; None if
-    their sizes are not known. `most_bytes_held`: the most bytes of adapters that one host held or was
-    fetching at any time; None if adapters are not shared. `num_moves`: number of migrations; a moved request
-    counts with the replica where it ended."""
+    replica of each request; None if it was refused. `bytes_moved`: bytes of adapters brought to the replicas'
+    host memory; None if their sizes are not known. `most_bytes_held`: the most bytes of adapters that one
+    host held or was fetching at any time; None if adapters are not shared. `num_moves`: number of migrations;
+    a moved request counts with the replica where it ended."""
 
     all: Outcome
-    chosen: Sequence[int]
+    chosen: Sequence[int | None]
     replicas: Sequence[ReplicaFigures]
     bytes_moved: int | None
     most_bytes_held: int | None
@@ -117,7 +118,8 @@ class FleetOutcome:
         moved counts with the replica where it ended for its whole time."""
         requests: list[list[RequestOutcome]] = [[] for _ in self.replicas]
         for chosen, request in zip(self.chosen, self.all.requests, strict=True):
-            requests[chosen].append(request)
+            if chosen is not None:
+                requests[chosen].append(request)
         return [replace(self.all, requests=part).timeline(num_intervals) for part in requests]
 
 
@@ -132,21 +134,24 @@ class SimulatedFleet:
         links: Links | None = None,
         *,
         tells_lengths: bool = False,
+        front: Front | None = None,
     ) -> None:
         """`links`: the network between replicas; given if and only if the controller shares adapters.
-        `tells_lengths`: the controller knows the length of every answer beforehand."""
+        `tells_lengths`: the controller knows the length of every answer beforehand. `front`: decides which
+        requests are refused; None to admit all."""
         assert (links is None) != controller.shares_adapters
         self._adapters: Adapters = engines
         self._controller = controller
         self._links = links
         self._until_s = until_s
         self._tells_lengths = tells_lengths
+        self._front = front
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
         if links is not None:
             for number, replica in enumerate(self._replicas):
                 replica.simulator.fetch_by(partial(self._fetch_end_s, number))
         self._outcomes: list[RequestOutcome] = []
-        self._chosen: list[int] = []
+        self._chosen: list[int | None] = []
         self._answered: dict[int, int] = {}  # output tokens of requests before they moved
         self._bytes_moved = 0
         self._num_moves = 0
@@ -177,6 +182,10 @@ class SimulatedFleet:
 
     def _send(self, request: WorkloadRequest) -> None:
         number = len(self._outcomes)
+        if self._front is not None and not self._front.admits(number, request, self._controller):
+            self._outcomes.append(RequestOutcome(request, refused=True))
+            self._chosen.append(None)
+            return
         output_tokens = request.output_tokens if self._tells_lengths else None
         chosen = self._controller.route(number, request.adapter, request.prompt_tokens, output_tokens)
         replica = self._replicas[chosen]
@@ -213,15 +222,19 @@ class SimulatedFleet:
             _, chosen, adapter = heapq.heappop(self._fetches)
             self._let_go(controller.fetched(chosen, adapter))
         while events and events[0][0] <= now_s:
-            _, number, has_ended, chosen = heapq.heappop(events)
+            at_s, number, has_ended, chosen = heapq.heappop(events)
             if chosen != self._chosen[number]:
                 continue  # a first token at the replica it has left since
             if has_ended:
                 outcome = self._outcomes[number]
                 served = not (outcome.failed or outcome.lost)
                 controller.ended(number, outcome.request.output_tokens if served else None)
+                if self._front is not None:
+                    self._front.ended(number)
             else:
                 controller.first_token(number)
+                if self._front is not None:
+                    self._front.began(number, at_s)
 
     def _turn_end_s(self, wake_s: float) -> float:
         """Return how far one replica is simulated before the others where they share links: at most a step
@@ -237,7 +250,9 @@ class SimulatedFleet:
 
     def _num_output(self, number: Hashable) -> int | None:
         assert isinstance(number, int)
-        num_output = self._replicas[self._chosen[number]].num_output(number)
+        chosen = self._chosen[number]
+        assert chosen is not None, "a refused request is nowhere"
+        num_output = self._replicas[chosen].num_output(number)
         return None if num_output is None else self._answered.get(number, 0) + num_output
 
     def _move(self, move: Move, now_s: float) -> None:

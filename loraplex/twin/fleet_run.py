@@ -22,11 +22,14 @@ from loraplex.fleet.replanner import PERIOD_S, Replanner
 from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
+from loraplex.fleet.waiting_room import WaitingRoom
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.perf.set_costs import CostForm
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
 from loraplex.twin.foresight import Foresight
+from loraplex.twin.front import Front
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.paused_collector import paused_collector
@@ -130,9 +133,20 @@ class FleetRuns:
             self._options.replay.until_s,
             links,
             tells_lengths=policy.knows_future,
+            front=self._front(),
         )
         outcome = fleet.run(workload if report is None else _reported(workload, report))
         return outcome if self._has.knows_sizes else replace(outcome, bytes_moved=None)
+
+    def _front(self) -> Front | None:
+        """Return what decides which requests are refused; None if none is."""
+        replay = self._options.replay
+        if not replay.limits_waiting or not isinstance(self._profile, CostModel):
+            return None
+        assert self._profile.memory is not None, "engines were made by it"
+        room = WaitingRoom(replay.max_waiting, replay.max_ttft_s)
+        room.set_policies(replay.tenants)
+        return Front(room, step_tokens=self._profile.memory.step_tokens)
 
     def _controller(self, policy: Policy, seed: int, workload: Sequence[WorkloadRequest]) -> Controller:
         options, has = self._options, self._has

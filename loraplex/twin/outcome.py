@@ -422,16 +422,17 @@ class Outcome:
         to a first token, do not count as delay. A run is not starved either if every request has begun and
         none waited as long as the quickest answer took."""
         begun = [(s, each) for each in self.requests if (s := each.first_token_s) is not None]
+        offered_s = self._offered_s
         if not begun:
-            return bool(self.requests) and self._offered_s >= self.duration_s
+            return bool(self.requests) and offered_s >= self.duration_s
         stays_s = (s - each.request.arrival_s for each in self.requests if (s := each.finish_s) is not None)
         most_wait_s = max(first_s - each.request.arrival_s for first_s, each in begun)
         if most_wait_s < min(stays_s, default=self.duration_s) and len(begun) == len(self.requests):
             return False
         num_begun = sum(each.num_tokens for _, each in begun)
         least_wait_s = min(first_s - each.request.arrival_s for first_s, each in begun)
-        busy_s = max(max(first_s for first_s, _ in begun) - least_wait_s, self._offered_s)
-        return num_begun * self._offered_s < STARVED_BELOW * self._num_offered * busy_s
+        busy_s = max(max(first_s for first_s, _ in begun) - least_wait_s, offered_s)
+        return num_begun * offered_s < STARVED_BELOW * self._num_offered * busy_s
 
 
 def _seconds(values: Any) -> Floats:

@@ -38,6 +38,7 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 _MODULES: Final = GROUPS["qkv"]
 MAX_RUNNING: Final = 256
+MAX_WAITING: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,9 @@ class ReplayOptions:
     the profile's machine. `max_copy_bytes_per_s`: those copies are no faster than this. `batching`,
     `max_delay`, `tuning`: as in `SchedulerConfig`. `kv_swap_bytes`: host memory for keys and values; 0 for
     none. `tenants`: their rights, as far as they have any.
+
+    `max_ttft_s`, `max_waiting`: limits of the server in front, which also refuses requests that would miss
+    the objective of their tenant.
     """
 
     num_adapters: int
@@ -81,6 +85,14 @@ class ReplayOptions:
     staged: bool = False
     seed: int = 0
     tenants: tuple[TenantPolicy, ...] = ()
+    max_borrowing: float | None = None
+    max_ttft_s: float | None = None
+    max_waiting: int = MAX_WAITING
+
+    @property
+    def limits_waiting(self) -> bool:
+        """Return whether requests may be refused."""
+        return self.max_ttft_s is not None or bool(self.tenants)
 
 
 _ON_A_GPU: Final = (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
@@ -126,6 +138,8 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
         ("--max-copy-gb-per-s", options.max_copy_bytes_per_s),
         ("--batching", None if options.batching is Batching.FCFS else options.batching),
         ("--kv-swap-memory", options.kv_swap_bytes or None),
+        ("--max-ttft", options.max_ttft_s),
+        ("--tenant", options.tenants or None),
     ):
         if value is not None:
             raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")
@@ -200,6 +214,7 @@ class OwnEngines:
             batching=options.batching,
             max_delay=options.max_delay,
             tuning=options.tuning,
+            max_borrowing=options.max_borrowing,
         )
         self._merge_bytes = self._bytes_of_merged() if options.batching.merges else 0
         if longest > self._has.max_context:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from loraplex.core.tenants import TenantPolicy
-from loraplex.twin.outcome import RequestOutcome
+from loraplex.twin.outcome import Outcome, RequestOutcome
 from loraplex.twin.slo import Slo
 
 _OUTPUT_WEIGHT: Final = 2.0
@@ -110,6 +110,14 @@ def fairness(figures: Mapping[str, TenantFigures]) -> float:
     return jain([each.service / part for each, part in zip(rows, parts, strict=True) if part > 0])
 
 
-def tenants_summary(figures: Mapping[str, TenantFigures]) -> dict[str, Any]:
-    """Return the figures as JSON has them."""
+def summary_of(
+    outcome: Outcome, policies: Sequence[TenantPolicy], max_ttft_s: float | None
+) -> dict[str, Any]:
+    """Return the figures of tenants as JSON has them; nothing for a run without tenants. `max_ttft_s`: the
+    SLO of tenants without one."""
+    if not policies and not any(each.request.tenant for each in outcome.requests):
+        return {}
+    figures = tenant_figures(
+        outcome.requests, policies, duration_s=outcome.duration_s, slo=Slo(ttft_s=max_ttft_s)
+    )
     return {"jain": fairness(figures), "tenants": {name: asdict(each) for name, each in figures.items()}}

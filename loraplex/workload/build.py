@@ -18,6 +18,7 @@ from loraplex.workload.recipe import ArrivalKind, Recipe, Source
 from loraplex.workload.replay import read_times_s
 from loraplex.workload.request import Workload, WorkloadHeader
 from loraplex.workload.streams import Purpose, stream
+from loraplex.workload.tenants import TenantedWorkload, parse_tenant_mix
 from loraplex.workload.traffic import PerAdapterTraffic, SharedTraffic, Traffic
 
 
@@ -26,6 +27,15 @@ def make_workload(recipe: Recipe) -> Workload:
 
     Problems with files raise WorkloadError here, or when requests are drawn.
     """
+    made = _untenanted(recipe)
+    if recipe.tenants is None:
+        return made
+    with blaming("tenants"):
+        mix = parse_tenant_mix(recipe.tenants)
+    return TenantedWorkload(requests=made, mix=mix, seed=recipe.seed)
+
+
+def _untenanted(recipe: Recipe) -> Workload:
     match recipe.source:
         case None:
             return _drawn_workload(recipe)

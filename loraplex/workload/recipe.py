@@ -134,6 +134,7 @@ class Recipe:
     output_sigma: float | None = None
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
+    tenants: str | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)

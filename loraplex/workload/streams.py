@@ -17,6 +17,7 @@ class Purpose(IntEnum):
     ADAPTERS = 4
     LENGTHS = 5
     RATE_CHANGES = 6
+    TENANTS = 7
 
 
 def stream(seed: int, purpose: Purpose) -> np.random.Generator:

@@ -10,13 +10,33 @@ from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
 from loraplex.core.errors import AdapterError, InvalidRequestError
 
 
-@pytest.mark.parametrize("name", ["a", "sql-v2", "Team_7.final", "-", "0", "x" * MAX_NAME_CHARS])
+@pytest.mark.parametrize(
+    "name", ["a", "sql-v2", "Team_7.final", "-", "0", "org/sql", "a/b/c.1", "x" * MAX_NAME_CHARS]
+)
 def test_good_names_pass(name: str) -> None:
     assert validate_adapter_name(name) == name
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", ".hidden", "a/b", "a\\b", "base:adapter", "a b", "a\n", "é", "a\0", "x" * 129]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "/a",
+        "a/",
+        "a//b",
+        "a/../b",
+        "a/.b",
+        "a\\b",
+        "base:adapter",
+        "a b",
+        "a\n",
+        "é",
+        "a\0",
+        "x" * 129,
+    ],
 )
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="adapter name") as caught:
@@ -31,6 +51,16 @@ def test_adapters_of_a_folder_are_found_in_order_of_their_names(tmp_path: Path) 
     found = discover_adapters(tmp_path)
     assert found.adapters == tuple((name, tmp_path / name) for name in ("alpha", "mid", "zeta"))
     assert found.notes == ()
+
+
+def test_adapters_of_folders_in_a_folder_have_names_of_two_parts(tmp_path: Path) -> None:
+    for name in ("sql", "org/sql", "org/poet", "sql/checkpoint-3", "org/.hidden", "a/b/too-deep"):
+        write_adapter(tmp_path / name)
+    found = discover_adapters(tmp_path)
+    assert found.adapters == tuple((name, tmp_path / name) for name in ("org/poet", "org/sql", "sql"))
+    deep, hidden = found.notes
+    assert f"skipped {tmp_path / 'a'}: no adapter_config.json" in deep
+    assert "not a valid adapter name" in hidden
 
 
 def test_what_is_skipped_is_noted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_openai import FakeServer, serving
+from pictures import readable_pictures  # noqa: F401
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from tiny import save_model
 from typer.testing import CliRunner
 
 from loraplex.bench import profile_scenarios
-from loraplex.bench.alternating import at_usual_pace, time_alternating, undisturbed
+from loraplex.bench.alternating import at_usual_pace, time_alternating, time_within, undisturbed
 from loraplex.bench.profile_merges import measure_merges
 from loraplex.bench.profile_progress import PhaseProgress, Progress
 from loraplex.bench.profile_reads import _pinned_reader, _plain_reader, _saved, _seconds
@@ -159,7 +159,7 @@ def test_without_a_terminal_each_phase_is_a_line_with_the_name_of_the_folder(
     assert result.exit_code == 0, result.output
     expected, *lines = result.stderr.splitlines()
     assert "measuring my-model: on two cores, some 10 min for a tiny model and 2 h 0 min for" in expected
-    assert "--repeats 3 takes a seventh of it" in expected
+    assert "--quick takes two minutes" in expected
     assert lines == [f"measuring my-model: {each}, 10%" for each in ("engine", "steps", "disk")]
 
 
@@ -207,6 +207,7 @@ def test_the_configuration_of_a_model_is_not_written_over(measured: list[CostMod
         (("--shape", "tiny", "--model", "x"), "give --model or --shape, not both"),
         (("--json", "/nonexistent/a.json"), "name a file in a folder that exists"),
         (("--repeats", "0"), "greater than or equal to 1"),
+        (("--repeats", "3", "--quick"), "--quick decides the repeats itself"),
     ],
 )
 def test_bad_usage_says_what_would_be_good(args: tuple[str, ...], reason: str) -> None:
@@ -338,6 +339,48 @@ def test_things_are_timed_in_turn_and_the_first_time_does_not_count() -> None:
     assert shares[0] == pytest.approx(1 / 8), "of the other nothing is known yet"
     spent_s = list(accumulate(1 if name == "a" else 3 for name in calls))
     assert shares[1:] == pytest.approx([each / 16 for each in spent_s[1:]]), "by time, not by number"
+
+
+def test_as_many_cases_are_timed_as_there_is_time_for() -> None:
+    clock, calls = ManualClock(), list[int]()
+
+    def case(number: int) -> float:
+        calls.append(number)
+        clock.advance(1.0)
+        return float(number + 1)
+
+    def timed_within(budget_s: float) -> dict[int, float]:
+        calls.clear()
+        cases = [partial(case, number) for number in range(100)]
+        return time_within(cases, budget_s=budget_s, least=4, most_repeats=3, now_s=clock.now_s)
+
+    found = timed_within(99.0)
+    assert len(found) == 34
+    assert len(calls) == 2 * 34, "there is no time for another turn"
+    assert all(found[number] == pytest.approx(number + 1) for number in found)
+    gaps = [later - sooner for sooner, later in pairwise(sorted(found))]
+    assert max(gaps) <= 4, "they are from all of the list"
+    assert len(timed_within(0.1)) == 4
+    assert len(calls) == 8
+    assert len(timed_within(1000.0)) == 100
+    assert len(calls) == 400
+
+
+@pytest.mark.slow
+def test_a_quick_profile_knows_every_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels").symlink_to(cache_dir() / "kernels")
+    monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
+    monkeypatch.setattr("loraplex.cli.profile._QUICK_S", 1.0)
+    result = profile("--shape", "tiny", "--device", "cpu", "--quick", "--threads", "1")
+    assert result.exit_code == 0, result.output
+    assert "this is a rough profile" in result.output
+    subject = subject_of(TINY, "cpu", torch.float32)
+    model = read_profile(profile_path(subject), subject)
+    assert model.step_s(StepFeatures(num_decodes=4, decode_positions=100)) > 0
+    assert model.step.quality is not None
+    assert 10 < model.step.quality.num_samples < 60
+    assert model.held_out is not None
+    assert model.held_out.decode.num_samples > 0
 
 
 def test_what_is_left_is_told_by_what_phases_have_taken_here() -> None:

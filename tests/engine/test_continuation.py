@@ -33,10 +33,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
     "min_tokens": {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": tuple(range(128))},
     "stop": {"seed": 8, "stop_token_ids": tuple(range(0, 256, 9)), "max_tokens": 40},
-    "bad words": {
-        "seed": 7,
-        "bad_word_ids": tuple((a, b) for a in range(256) for b in range(0, 256, 64) if a % 3),
-    },
     "bias": {"seed": 6, "logit_bias": ((7, 5.0), (9, 4.0)), "frequency_penalty": 2.0},
 }
 

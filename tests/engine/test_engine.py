@@ -124,6 +124,13 @@ def test_a_repeated_prompt_is_served_from_the_prefix_cache_with_the_same_text(en
     assert second.token_ids == first.token_ids
 
 
+def test_requests_that_begin_together_compute_their_prompt_each(engine: Engine) -> None:
+    for index in range(3):
+        add(engine, f"sibling{index}")
+    texts = run_to_end(engine)
+    assert [texts[f"sibling{index}"].num_cached_tokens for index in range(3)] == [0, 0, 0]
+
+
 def test_the_prefix_cache_is_kept_apart_by_adapter(engine: Engine, specs: list[AdapterSpec]) -> None:
     for spec in specs[:2]:
         engine.add_adapter(spec)

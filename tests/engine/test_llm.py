@@ -22,7 +22,7 @@ from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
 from loraplex.core.stats import EngineStats
-from loraplex.engine.llm import LLM, EngineParts
+from loraplex.engine.llm import LLM, Completion, EngineParts
 
 SHAPE = ModelShape(
     family="llama",
@@ -195,11 +195,30 @@ def test_asynchronous_use(llm: LLM, core: EchoCore) -> None:
         stream = llm.astream([5] * 100)
         first = await anext(stream)
         await stream.aclose()
-        return [completions[0].text for completions in several], "".join(parts), first.text
+        return [completion.text for completion in several], "".join(parts), first.text
 
     several, streamed, _ = asyncio.run(use())
     assert several == [f"number {i}" for i in range(5)]
     assert streamed == "Hello world"
+
+
+def test_one_prompt_or_conversation_in_is_one_completion_out(llm: LLM) -> None:
+    async def use() -> tuple[Completion, Completion]:
+        answered = await llm.achat([{"role": "user", "content": "hi"}], shout=True)
+        return await llm.agenerate([5, 6], params=SamplingParams(max_tokens=1)), answered
+
+    completion, answered = asyncio.run(use())
+    assert completion.prompt_token_ids == (5, 6)
+    assert tiny_tokenizer().decode(answered.prompt_token_ids).endswith("HEY ")
+    for several in (["a", "b"], [[5], [6]]):
+        with pytest.raises(InvalidRequestError, match=r"one prompt.*gather"):
+            asyncio.run(llm.agenerate(several))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match=r"one prompt.*gather"):
+            asyncio.run(anext(llm.astream(several)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="one conversation"):
+        asyncio.run(llm.achat([[{"role": "user", "content": "hi"}]]))  # type: ignore[list-item]
+    with pytest.raises(InvalidRequestError, match="empty"):
+        asyncio.run(llm.agenerate(""))
 
 
 def test_adapters_come_from_a_folder_a_list_or_a_dict(

@@ -41,7 +41,7 @@ def at(watch: Watch) -> Callable[[float], None]:
 
 def request(request_id: str, adapter: str | None = None) -> EngineRequest:
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=[1], params=SamplingParams(), adapter=adapter, traced=True
+        request_id=request_id, prompt_token_ids=[1], params=SamplingParams(), adapter=adapter
     )
 
 

@@ -144,6 +144,13 @@ def test_bad_words_do_not_come_even_where_they_begin_in_earlier_tokens() -> None
     assert draw(temperature=0.0, bad_word_ids=(*words, (second,)), outputs=(5, 6)) == third
     for outputs in ((), (6,), (6, 5), (5, 6, 7)):
         assert draw(temperature=0.0, bad_word_ids=words, outputs=outputs) == best
+    begun = EngineRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        params=SamplingParams(bad_word_ids=words),
+        output_token_ids=(4, 5, 6),
+    )
+    assert SamplingState(begun).bad_tokens() == [best]
     # The prompt is no part of the answer.
     assert draw(temperature=0.0, bad_word_ids=words, prompt=(5, 6)) == best
 

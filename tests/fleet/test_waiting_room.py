@@ -72,6 +72,38 @@ def test_the_stricter_of_the_limits_holds() -> None:
     assert WaitingRoom(100).judge(BUSY, NOBODY) is None
 
 
+def test_predictions_are_corrected_by_the_tenants_own_requests() -> None:
+    room = room_of()
+    room.set_policies([TenantPolicy(name="a", slo_ttft=8.0), TenantPolicy(name="b", slo_ttft=8.0)])
+    for _ in range(9):
+        room.came(BUSY, 10.0, A)  # twice what was predicted
+        room.came(BUSY, 5.0, B)
+    late, right = room.judge(BUSY, A), room.judge(BUSY, B)
+    assert late is not None
+    assert right is not None
+    assert (late.ttft_s, right.ttft_s) == (pytest.approx(10.0), pytest.approx(5.0))
+    assert right.retry_after_s is None
+    room.set_policies(POLICIES)  # which keeps what was learned
+    again = room.judge(BUSY, Caller(tenant="a", slo_ttft_s=8.0))
+    assert again is not None
+    assert again.ttft_s == pytest.approx(10.0)
+
+
+def test_a_tenant_with_nothing_waiting_is_not_refused_for_what_was_once_slow() -> None:
+    room = room_of()
+    for _ in range(9):
+        room.came(BUSY, 50.0, Caller(tenant="a", slo_ttft_s=8.0))
+    caller = Caller(tenant="a", slo_ttft_s=8.0)
+    first = room.judge(BUSY, caller)
+    assert first is not None
+    assert first.retry_after_s is None
+    room.enter(caller, 1)
+    room.encoded(caller, [5])
+    second = room.judge(BUSY, caller)
+    assert second is not None
+    assert second.retry_after_s is not None
+
+
 def test_an_idle_replica_refuses_nobody_whatever_the_objective() -> None:
     verdict = room_of().judge(BUSY._replace(is_idle=True), Caller(slo_ttft_s=0.1))
     assert verdict is not None

@@ -38,6 +38,7 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.tenants.keys import StoredKey
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_file import parse_tenants
 from loraplex.server.waiting import Forecaster, WaitingBook, WaitingLimits
@@ -70,6 +71,11 @@ def write_adapter(path: Path, *, rank: int = 2, seed: int = 0, **config: Any) ->
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
     (path / CONFIG_FILE).write_text(json.dumps(settings))
     return path
+
+
+def stored(key: str) -> str:
+    """Return a tenant's key as the tenants file has it."""
+    return f'"{StoredKey.of(key).text}"'
 
 
 def status_of(engine: FakeEngine) -> EngineStatus:

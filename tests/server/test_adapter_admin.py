@@ -49,6 +49,20 @@ def test_a_loaded_adapter_is_a_model_and_in_the_registry(api: Api, folder: Path)
 
 
 @pytest.mark.parametrize("base_model", ["base", "owner/name"])
+def test_a_name_may_have_a_slash(make_api: Callable[..., Api], folder: Path, base_model: str) -> None:
+    api = make_api(base_model=base_model, allowed=[folder])
+    version = load(api, "owner/sql", folder / "one").headers["x-loraplex-adapter-version"]
+    for path in ("owner/sql", quote("owner/sql", safe=""), f"{base_model}:owner/sql"):
+        assert api.get(f"/v1/models/{path}").json()["parent"] == base_model
+    answer = api.post("/v1/completions", {"model": "owner/sql", "prompt": "hi"}).json()
+    assert (answer["model"], answer["usage"]["adapter_version"]) == ("owner/sql", version)
+    assert 'adapter="owner/sql"' in api.get("/metrics").text
+    assert unload(api, "owner/sql").status_code == 200
+    assert api.get("/v1/models/owner/sql").status_code == 404
+    assert load(api, "owner/name", folder / "one").status_code == (400 if base_model == "owner/name" else 200)
+
+
+@pytest.mark.parametrize("base_model", ["base", "owner/name"])
 def test_one_model_is_described_as_in_the_list(make_api: Callable[..., Api], base_model: str) -> None:
     api = make_api(base_model=base_model)
     listed = {model["id"]: model for model in api.get("/v1/models").json()["data"]}

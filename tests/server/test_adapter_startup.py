@@ -188,7 +188,7 @@ def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp
 
 def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path) -> None:
     service = api.served.service
-    by_hand = write_adapter(folder / "three" / "by-hand", seed=3)
+    by_hand = write_adapter(folder / "three" / "deep" / "by-hand", seed=3)
     service.registry.put("by-hand", read_adapter(by_hand, SHAPE))
     write_adapter(folder / "broken", use_dora=True)
     write_adapter(folder / "base")

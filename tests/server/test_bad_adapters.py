@@ -34,7 +34,7 @@ def api(make_api: Callable[..., Api], folder: Path) -> Api:
     ("name", "path", "status", "words"),
     [
         ("base", "one", 400, "base model"),
-        ("no/slash", "one", 400, "not a valid adapter name"),
+        ("no//slash", "one", 400, "not a valid adapter name"),
         ("", "one", 400, "empty"),
         ("new", "../outside", 403, "--allow-adapter-dir"),
         ("new", "/etc", 403, "--allow-adapter-dir"),

@@ -539,7 +539,7 @@ def test_an_adapter_that_is_lost_is_the_models_fault(
         yield EngineOutput(
             request_id=request.request_id,
             finish_reason=FinishReason.ERROR,
-            error="its files are gone",
+            error="its files are gone from /srv/adapters/globex/pirate",
             error_param=param,
         )
 
@@ -547,4 +547,4 @@ def test_an_adapter_that_is_lost_is_the_models_fault(
     response = api.post("/v1/chat/completions", {"model": "pirate", "messages": USER})
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code)
-    assert error["message"] == "its files are gone"
+    assert error["message"] == "its files are gone from (a path)"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,13 @@ from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineRequest
 from loraplex.server.adapter_metrics import MAX_NAMED
 from loraplex.server.adapter_service import ServedAdapter
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.metrics import Histogram
-from loraplex.server.metrics_export import MetricsSnapshot
+from loraplex.server.metrics_export import MetricsSnapshot, render_metrics
+from loraplex.server.shadow_messages import Figures, Replayed
+from loraplex.server.shadow_twin import TwinFigures
+
+ROOT = Path(__file__).parents[2]
 
 
 def samples(api: Api) -> dict[str, float]:
@@ -248,6 +255,51 @@ def test_ten_thousand_adapters_make_no_more_series_than_some(make_api: Callable[
     assert page["loraplex:adapter_versions[host]"] == 10_002
     loads = [value for name, value in page.items() if name.startswith("loraplex:adapter_loads_total")]
     assert sum(loads) == 10_002
+
+
+def test_load_balancers_are_told_of_a_bounded_number_of_adapters(api: Api) -> None:
+    ask_for(api, 2 * MAX_NAMED)
+    for name in list(api.served.deps.metrics.names):
+        api.served.deps.metrics.traffic(name).num_running = 1
+    page = api.get("/metrics").text
+    line = next(line for line in page.splitlines() if line.startswith("vllm:lora_requests_info{"))
+    assert line.count(",") < MAX_NAMED + 5
+
+
+def test_the_dashboard_asks_for_series_that_there_are(api: Api) -> None:
+    """With a fleet and a twin, whose series are there only with them."""
+    status = EngineStatus(state=EngineState.READY, message="", num_restarts=0, pid=1)
+    replica = ReplicaStatus(number=0, status=status, num_in_flight=0, num_sent=0, drained=False)
+    measured = Figures(tokens_per_s=1.0, ttft_s=1.0, itl_s=1.0)
+    replayed = Replayed(num_requests=1, measured=measured, predicted=measured, seconds=1.0)
+    chat(api, "pirate")
+    deps = api.served.deps
+    snapshot = MetricsSnapshot(
+        base_model="base",
+        metrics=deps.metrics,
+        stats=api.run(api.served.engine.stats()),
+        num_restarts=0,
+        num_refused={"queue_full": 1},
+        num_continued={"died": 1},
+        adapters=deps.adapters.served(),
+        replicas=[replica],
+        twin=TwinFigures(is_measured=True, num_replays={}, latest=replayed),
+    )
+    there = set(re.findall(r"^([a-z]+:\w+)", render_metrics(snapshot).decode(), re.MULTILINE))
+    dashboard = json.loads((ROOT / "grafana" / "loraplex.json").read_text(encoding="utf-8"))
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"\b(?:vllm|loraplex):\w+", target["expr"])
+    }
+    assert asked
+    assert asked <= there
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    places = [panel["gridPos"] for panel in panels]
+    covered = [(x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in [at["y"]]]
+    assert len(set(covered)) == len(covered), "panels overlap"
 
 
 def test_an_adapter_that_has_a_series_keeps_it(make_api: Callable[..., Api]) -> None:

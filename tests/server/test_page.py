@@ -180,6 +180,7 @@ def test_requests_in_flight_are_counted_by_whether_they_have_a_token(make_api: A
         (("disk", 0), ("host", 1), [("loaded", "host")]),
         (("disk", 0), ("loading", 0), []),
         (("loading", 0), ("device", 1), [("loaded", "device")]),
+        (("loading", 0), ("host", 1), [("loaded", "host")]),
         (("loading", 0), ("host", 0), []),
         (("device", 1), ("host", 1), [("evicted", "host")]),
         (("device", 1), ("disk", 1), [("evicted", "disk")]),

@@ -99,7 +99,7 @@ def with_keys(visit: Callable[..., Page], small: Small, **options: Any) -> Page:
 
 
 def test_two_adapters_stream_side_by_side(visit: Callable[..., Page], small: Small) -> None:
-    """What the model and the server say is text, however much it looks like markup."""
+    """An answer is text, however much it looks like markup, and so is every name."""
     page = with_keys(visit, small)
     expect(page.locator(".model-input").nth(1)).to_have_value("poet")
     answers = page.locator(".answer")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server_fixtures import Api
 
 from loraplex.core.clock import ManualClock
 from loraplex.server.recent_demand import RecentDemand
@@ -27,6 +30,24 @@ def test_requests_and_lengths_are_counted_by_adapter() -> None:
     demand.forget("b")
     assert demand.measured().num_asked == {"a": 1}
     assert demand.measured().prompt_tokens == 10.0
+
+
+def test_each_answer_counts_with_its_prompt(make_api: Callable[..., Api]) -> None:
+    api = make_api()
+    body = {"model": "poet", "max_tokens": 4}
+    prompts = ["one two three four", "five"]
+    lengths = [api.post("/tokenize", {"prompt": each}).json()["count"] for each in prompts]
+    assert api.post("/v1/completions", {**body, "prompt": prompts, "n": 3}).status_code == 200
+    api.served.deps.metrics.clock.advance(1.0)
+    found = api.get("/v1/demand").json()
+    assert {row["name"]: row["requests"] for row in found["data"]} == {"pirate": 0, "poet": 6}
+    assert found["prompt_tokens"] == pytest.approx(sum(lengths) / 2)
+    assert found["output_tokens"] > 0
+    alone = {**body, "prompt": prompts[0]}
+    for _ in range(2):
+        assert api.post("/v1/completions", alone).status_code == 200
+    expected = (3 * sum(lengths) + 2 * lengths[0]) / 8
+    assert api.get("/v1/demand").json()["prompt_tokens"] == pytest.approx(expected)
 
 
 def test_nothing_is_known_before_the_first_request() -> None:

@@ -189,7 +189,7 @@ def test_a_server_fetches_adapters_of_the_hub(model_folder: Path, tmp_path: Path
     [
         (["org/one"], 2, "is not NAME=SOURCE"),
         (["one="], 2, "is not NAME=SOURCE"),
-        (["a/b=org/one"], 2, "not a valid adapter name"),
+        (["a/.b=org/one"], 2, "not a valid adapter name"),
         (["one=org/one", "one=org/two"], 2, "given twice"),
         (["one=./nowhere"], 1, "there is no folder ./nowhere"),
     ],
@@ -278,6 +278,7 @@ def test_mistakes_are_told_apart_by_exit_code(arguments: list[str], exit_code: i
         (["--api-key", ""], "--api-key"),
         (["--api-key", "good", "--api-key", " "], "--api-key"),
         (["--admin-key", " "], "--admin-key"),
+        (["--api-key", "k", "--tenants", "t.toml"], "loraplex tenant add"),
         (["--allowed-origins", "chat.example.com"], "is not an origin"),
         (["--allowed-hosts", "http://x"], "is not a host name"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -140,6 +141,9 @@ def test_a_call_that_is_cut_is_no_reason_to_call(tool_api: ToolApi) -> None:
     )  # fmt: skip
     answer = tool_api.chat(max_tokens=len(tool_api.tokenizer.encode(CALL)) - 12)
     assert (answer["finish_reason"], answer["message"]["content"]) == ("length", None)
+    tool_api.says(CALL + " and so on and on")
+    answer = tool_api.chat(max_tokens=len(tool_api.tokenizer.encode(CALL)) + 2)
+    assert (answer["finish_reason"], len(answer["message"]["tool_calls"])) == ("length", 1)
 
 
 def test_no_more_than_one_call_unless_they_may_be_parallel(tool_api: ToolApi) -> None:
@@ -251,6 +255,13 @@ def test_mistral_gets_ids_that_its_templates_accept(tool_api: ToolApi) -> None:
     call_id = answer["message"]["tool_calls"][0]["id"]
     assert (len(call_id), call_id.isalnum()) == (9, True)
     assert answer["message"]["content"] is None, "its mark is a special token, and shown for this alone"
+    # Those of calls made elsewhere are replaced.
+    for given, seen in ((call_id, call_id), ("call_1", None)):
+        called = {"role": "assistant", "tool_calls": [{**answer["message"]["tool_calls"][0], "id": given}]}
+        result = {"role": "tool", "tool_call_id": given, "content": "rain"}
+        tool_api.chat(messages=[*CHAT["messages"], called, result])
+        (found,) = re.findall('"id": "(.*?)"', tool_api.prompt)
+        assert (len(found), found == (seen or found)) == (9, True)
 
 
 def test_strict_tools_and_schemas_become_one_grammar(tool_api: ToolApi) -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import tiny
 from server_fixtures import live, make_server
-from tool_templates import TEMPLATES, VOCAB_SIZE, tool_tokenizer
+from tool_templates import VOCAB_SIZE, tool_tokenizer
 
 from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.build import build_core
@@ -35,19 +35,18 @@ TOOLS: list[Any] = [
 ]
 CONTEXT = 1024
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+FAMILIES = ["qwen3", "llama3", "mistral"]
 SCHEMAS: dict[str, Any] = {"weather": WEATHER, "time.now": {"type": "object", "maxProperties": 0}}
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TextEngine]]:
-    """Yield text engines for all families, and for a tokenizer without their marks. Each has a small model of
-    random weights, which is the same for all."""
+    """Yield text engines by family, each with a small model of random weights."""
     made = {}
-    names = [*TEMPLATES, "no marks"]
-    for name in names:
+    for name in FAMILIES:
         folder: Path = tmp_path_factory.mktemp("model")
         tiny.save_model(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=1, max_position_embeddings=CONTEXT)
-        hf = tool_tokenizer("qwen3", has_marks=False) if name == "no marks" else tool_tokenizer(name)
+        hf = tool_tokenizer(name)
         hf.save_pretrained(folder)
         core = build_core(EngineOptions(model=str(folder), kv_memory_bytes=1 << 20, max_model_len=CONTEXT))
         made[name] = TextEngine(
@@ -86,7 +85,7 @@ def check_calls(calls: Any, names: set[str]) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-@pytest.mark.parametrize("family", [*TEMPLATES, "no marks"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_required_call_follows_its_schema(client_of: Callable[..., openai.OpenAI], family: str) -> None:
     options: Any = {"messages": ASK, "tools": TOOLS, "model": "base", "max_tokens": 400}
     options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -106,16 +105,13 @@ def test_a_required_call_follows_its_schema(client_of: Callable[..., openai.Open
     assert choice.logprobs is not None
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral named"])
-def test_streamed_calls_are_those_of_the_whole_answer(
-    client_of: Callable[..., openai.OpenAI], family: str
-) -> None:
+def test_streamed_calls_are_those_of_the_whole_answer(client_of: Callable[..., openai.OpenAI]) -> None:
     options: Any = {
         "messages": ASK, "tools": TOOLS, "model": "base", "max_tokens": 400, "tool_choice": "required",
         "seed": 3, "n": 2, "parallel_tool_calls": False,
         "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
     }  # fmt: skip
-    chats = client_of(family).chat.completions
+    chats = client_of("qwen3").chat.completions
     whole = chats.create(**options)
     found: dict[int, list[str]] = {}
     ends: dict[int, str] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from compiled import compile_slot_engine
 from fleet_commands import profile_in, workload_in
+from pictures import readable_pictures  # noqa: F401
 
 
 @pytest.fixture

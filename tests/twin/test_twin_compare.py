@@ -33,16 +33,16 @@ def test_a_live_run_is_compared(profile: Path, workload: Path, tmp_path: Path) -
     assert twin("run", profile, workload, "--json", str(out)).exit_code == 0
     report = summarize([slower(each) for each in json.loads(out.read_text())["requests"]]).as_json()
     live.write_text(json.dumps({"result": report}))
-    compared = tmp_path / "compared.json"
-    done = twin("compare", profile, workload, "--live", str(live), "--json", str(compared))
+    compared, plot = tmp_path / "compared.json", tmp_path / "compared.png"
+    args = ("compare", profile, workload, "--live", str(live), "--json", str(compared), "--plot", str(plot))
+    done = twin(*args)
     assert done.exit_code == 0, done.output
     figures = json.loads(compared.read_text())
     for name in ("output_tok_s", "itl_s", "ttft_s"):
         assert figures[name]["smape"] == pytest.approx(1.98, abs=0.02)
+    assert plot.read_bytes().startswith(b"\x89PNG")
     live.write_text(json.dumps({"results": report}))  # as `bench engine serve` has it
-    assert (
-        twin("compare", profile, workload, "--live", str(live)).output == done.output.rpartition("wrote")[0]
-    )
+    assert twin("compare", profile, workload, "--live", str(live)).output == done.output.partition("wrote")[0]
     live.write_text(json.dumps({"result": {**report, "prompt_tokens": 7}}))
     assert "of 7 prompt tokens, the workload has" in error_of(
         twin("compare", profile, workload, "--live", str(live))

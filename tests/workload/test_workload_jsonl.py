@@ -34,6 +34,26 @@ def test_reads_every_request_in_order(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("tenant", ["acme", "Zoë & Söhne", 'a "b"', "x" * 128])
+def test_requests_keep_their_tenant(tmp_path: Path, tenant: str) -> None:
+    requests = [
+        WorkloadRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=1, adapter=0, tenant=each)
+        for each in (tenant, "")
+    ]
+    path = tmp_path / "w.jsonl"
+    write_workload(path, requests)
+    assert read_workload(path) == requests
+    assert path.read_text().count("tenant") == 1
+
+
+@pytest.mark.parametrize("tenant", [None, 3, ["a"], "x" * 129])
+def test_a_tenant_that_is_no_name_is_refused(tmp_path: Path, tenant: object) -> None:
+    path = tmp_path / "w.jsonl"
+    path.write_text(line(tenant=tenant))
+    with pytest.raises(WorkloadError, match=r"w\.jsonl:1: tenant must be a name of at most 128 characters"):
+        read_workload(path)
+
+
 def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
     requests = [
         WorkloadRequest(arrival_s=0.1 * index, prompt_tokens=1 + index, output_tokens=1, adapter=index)

@@ -105,6 +105,7 @@ def assemble_engine(
             loads_popular=options.loads_popular,
             batching=options.batching,
             max_delay=options.max_delay,
+            max_borrowing=options.max_borrowing,
         ),
         memory=Arena(
             num_pages=plan.num_pages,

@@ -65,6 +65,7 @@ def build_cuda_engine(
         loads_popular=options.loads_popular,
         batching=options.batching,
         max_delay=options.max_delay,
+        max_borrowing=options.max_borrowing,
         kv_swap_bytes=options.kv_swap_memory_bytes or 0,
     )
     # Planned for the first device; the others are assumed to be like it.

@@ -23,7 +23,7 @@ class CudaOptions:
     memory. `kv_swap_bytes`: host memory for keys and values; 0 for none. `cold_start`: the policy for
     requests whose adapter is not on the device. `cpu_workers`: number of processes that compute LoRA for
     adapters being copied; None: by the machine's cores, at most `max_cpu_workers`, where the policy uses
-    workers. `batching`, `max_delay`: as in `SchedulerConfig`.
+    workers. `batching`, `max_delay`, `max_borrowing`: as in `SchedulerConfig`.
 
     For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
     two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate.
@@ -44,5 +44,6 @@ class CudaOptions:
     loads_popular: bool = False
     batching: Batching = Batching.FCFS
     max_delay: DelayBound = field(default_factory=DelayBound)
+    max_borrowing: float | None = None
     padded_to: int | None = None
     max_copy_bytes_per_s: float | None = None

@@ -57,21 +57,22 @@ class LocalImprovement:
     most_judgements: int = 1000
 
     def pack(self, demand: Demand, num_gpus: int) -> tuple[GpuPlan, ...]:
-        """Return the improved plan. The other packer may need more GPUs than there are, if it says how many.
+        """Return the improved plan. The other packer may need more GPUs than there are, if it has a plan for
+        these.
 
         Raises PlanError if too many GPUs are needed even so, or an adapter starves a GPU alone."""
         check_num_gpus(num_gpus)
         try:
             plans = self.packer.pack(demand, num_gpus)
         except NotEnoughGpusError as error:
-            if error.num_needed is None:
+            if error.plans is None:
                 raise
-            plans = self.packer.pack(demand, error.num_needed)
+            plans = error.plans
         improved = improve(plans, demand, self.judge, most_judgements=self.most_judgements)
         if len(improved) > num_gpus:
             loads = sorted(len(each.adapters) for each in improved)
             num_left = sum(loads[: len(loads) - num_gpus])
-            raise too_few_gpus(num_gpus, num_left, len(demand.adapters), len(improved))
+            raise too_few_gpus(num_gpus, num_left, len(demand.adapters), improved)
         return improved
 
 

@@ -14,7 +14,7 @@ def least_gpus(packer: Packer, demand: Demand, most_gpus: int, *, at_least: int 
 
     Numbers are doubled up to the first that will do, then bisected, so it is the least for packers that
     never fail with more GPUs than they succeed with. A packer that fills one GPU after the other is one, and
-    answers at once: either its plan leaves GPUs unused, or its error says how many it needs. One that spreads
+    packs once: its error for too few GPUs has the plan for as many as it needs. One that spreads
     adapters over all GPUs can, by chance, succeed with fewer GPUs than it fails with; of it is only certain
     that it fails with one less.
     """
@@ -24,8 +24,6 @@ def least_gpus(packer: Packer, demand: Demand, most_gpus: int, *, at_least: int 
         num_gpus = (least + len(best)) // 2
         try:
             best = packer.pack(demand, num_gpus)
-        except NotEnoughGpusError as error:
-            least = max(num_gpus + 1, error.num_needed or 0)
         except PlanError:
             least = num_gpus + 1
     return best
@@ -42,5 +40,8 @@ def _first_that_will_do(
         except NotEnoughGpusError as error:
             if num_gpus == most_gpus:
                 raise
-            least = max(num_gpus + 1, error.num_needed or 0)
-            num_gpus = min(max(2 * num_gpus, least), most_gpus)
+            if error.plans is not None and len(error.plans) <= most_gpus:
+                return len(error.plans), error.plans
+            least = num_gpus + 1
+            # What a packer raises for too many GPUs is about as many as there are.
+            num_gpus = min(2 * num_gpus, most_gpus) if error.plans is None else most_gpus

@@ -39,10 +39,11 @@ class MaxBase:
                 room_tok_s = self.base_tok_s
             groups[-1].append(adapter)
             room_tok_s -= offered_tok_s
+        plans = tuple(GpuPlan(adapters=tuple(each), num_slots=self._num_slots(len(each))) for each in groups)
         if len(groups) > num_gpus:
             num_left = sum(map(len, groups[num_gpus:]))
-            raise too_few_gpus(num_gpus, num_left, len(demand.adapters), len(groups))
-        return tuple(GpuPlan(adapters=tuple(each), num_slots=self._num_slots(len(each))) for each in groups)
+            raise too_few_gpus(num_gpus, num_left, len(demand.adapters), plans)
+        return plans
 
     def _num_slots(self, num_adapters: int) -> int | None:
         return None if self.slots_per_adapter is None else math.ceil(num_adapters * self.slots_per_adapter)

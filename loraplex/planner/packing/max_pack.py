@@ -72,7 +72,7 @@ class MaxPack:
             start = end
         if len(plans) > num_gpus:
             num_left = sum(len(each.adapters) for each in plans[num_gpus:])
-            raise too_few_gpus(num_gpus, num_left, len(queue), len(plans))
+            raise too_few_gpus(num_gpus, num_left, len(queue), plans)
         return tuple(plans)
 
     def _fill(self, queue: Queued, start: int) -> _Filled:

@@ -12,11 +12,12 @@ from loraplex.planner.plan import GpuPlan
 
 
 class NotEnoughGpusError(PlanError):
-    """There are too few GPUs for the packer. `num_needed`: how many would do, if the packer knows."""
+    """There are too few GPUs for the packer. `plans`: its plan for as many as would do, if the packer knows
+    one; a packer that fills one GPU after the other has made it by then."""
 
-    def __init__(self, message: str, *, num_needed: int | None = None) -> None:
+    def __init__(self, message: str, *, plans: Sequence[GpuPlan] | None = None) -> None:
         super().__init__(message)
-        self.num_needed = num_needed
+        self.plans = None if plans is None else tuple(plans)
 
 
 class Packer(Protocol):
@@ -43,12 +44,16 @@ def check_each(plans: Sequence[GpuPlan], demand: Demand, judge: Judge, num_gpus:
             raise _starves_together(plan, demand, verdict, num_gpus)
 
 
-def too_few_gpus(num_gpus: int, num_left: int, num_adapters: int, num_needed: int) -> NotEnoughGpusError:
-    """Return the error for adapters that are left when all GPUs are full."""
+def too_few_gpus(
+    num_gpus: int, num_left: int, num_adapters: int, plans: Sequence[GpuPlan]
+) -> NotEnoughGpusError:
+    """Return the error for adapters that are left when all GPUs are full. `plans`: for as many GPUs as would
+    do."""
+    num_needed = len(plans)
     return NotEnoughGpusError(
         f"too few GPUs ({num_gpus}): there is no place for {num_left:,} of {num_adapters:,} "
         f"{plural('adapter', num_adapters)}; {num_needed} {plural('GPU', num_needed)} would do",
-        num_needed=num_needed,
+        plans=plans,
     )
 
 

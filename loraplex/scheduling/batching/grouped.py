@@ -71,9 +71,8 @@ class GroupedQueue(WaitingQueue):
         self._unselected_on: dict[str | None, OrderedDict[RequestState, None]] = {}
         self._turns: deque[_Turn] = deque()  # in order
         self._num_new = 0  # requests that were never admitted
-        self._given_up: list[
-            int
-        ] = []  # arrivals of requests that left unadmitted, which `_turns` still count
+        # Arrivals of requests that left unadmitted, which `_turns` still count.
+        self._given_up: list[int] = []
         self._num_given_up = 0
         self._due: list[tuple[float, int, RequestState]] = []  # a heap: when it is due, arrival
         self._num_admitted = 0

@@ -103,19 +103,20 @@ class BackendHttp:
                 )
         return bytes(body)
 
-    async def open_stream(self, path: str, body: object) -> aiohttp.ClientResponse:
+    async def open_stream(self, path: str, body: object, *, traceparent: str = "") -> aiohttp.ClientResponse:
         """Send one request and return when its headers have arrived. The caller closes the response.
+        `traceparent`: the trace that the server's own spans shall be a part of.
 
         Raises UnreachableError if the connection fails; waits for the headers without limit, as a server may
         queue the request.
         """
         try:
             try:
-                return await self._send("POST", path, body)
+                return await self._send("POST", path, body, traceparent=traceparent)
             except aiohttp.ServerDisconnectedError:
                 # The server may close a kept connection just as the request is sent, which says nothing about
                 # the request.
-                return await self._send("POST", path, body)
+                return await self._send("POST", path, body, traceparent=traceparent)
         except (aiohttp.ClientError, OSError) as error:
             raise self.unreachable(error) from error
 
@@ -148,9 +149,11 @@ class BackendHttp:
             await self._session.close()
 
     async def _send(
-        self, method: str, path: str, body: object, *, admin: bool = False
+        self, method: str, path: str, body: object, *, admin: bool = False, traceparent: str = ""
     ) -> aiohttp.ClientResponse:
         headers = dict(self._admin_headers if admin else self._headers)
+        if traceparent:
+            headers["traceparent"] = traceparent
         data = None
         if body is not None:
             data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"

@@ -148,7 +148,9 @@ class CompletionCalls:
                     if adapter is not None:
                         await self._have(adapter)
                     call.waits_since_s = self._clock.now_s()
-                    response = await self._http.open_stream("/v1/completions", body)
+                    response = await self._http.open_stream(
+                        "/v1/completions", body, traceparent=request.traceparent
+                    )
             except TimeoutError:
                 if call.moved is None:
                     raise

@@ -109,6 +109,8 @@ def _tier_moves(was: str, loads_before: int, tier: str, loads: int) -> list[_Mov
     is_higher = TIERS.index(tier) > TIERS.index(was)
     if tier == "loading":
         return []  # reported when it has arrived
+    if was == "loading":
+        return [("loaded", tier, None)] if loads > loads_before else []
     if loads > loads_before and not is_higher:  # evicted since, or before
         return (
             [("loaded", None, None)]
@@ -117,4 +119,4 @@ def _tier_moves(was: str, loads_before: int, tier: str, loads: int) -> list[_Mov
         )
     if is_higher:
         return [("loaded", tier, None)]
-    return [] if tier == was or was == "loading" else [("evicted", tier, None)]
+    return [] if tier == was else [("evicted", tier, None)]

@@ -20,6 +20,7 @@ from typing import Final
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidRequestError
 from loraplex.server.errors import QuotaError
+from loraplex.server.rate_limits import Header, RateLimit, rate_limit_headers
 from loraplex.server.tenants.minute_window import MinuteWindow
 
 _EXPECTED_AT_FIRST: Final = 256
@@ -79,19 +80,15 @@ class Account:
         self.num_in_flight += num_choices
         return Spending(self, num_choices)
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's headers about the limits per minute, as they are now."""
-        found: list[tuple[bytes, bytes]] = []
+    def headers(self) -> list[Header]:
+        """Return the headers about the limits per minute, as they are now."""
         now_s = self._clock.now_s()
-        for name, window in (("requests", self._requests), ("tokens", self._tokens)):
-            if window is not None:
-                values = {
-                    "limit": str(window.limit),
-                    "remaining": str(max(window.room(now_s), 0)),
-                    "reset": duration(window.reset_s(now_s)),
-                }
-                found += [(f"x-ratelimit-{k}-{name}".encode(), v.encode()) for k, v in values.items()]
-        return found
+        windows = (("requests", self._requests), ("tokens", self._tokens))
+        return rate_limit_headers(
+            RateLimit(kind, window.limit, window.room(now_s), window.reset_s(now_s))
+            for kind, window in windows
+            if window is not None
+        )
 
     @property
     def requests_left(self) -> int | None:
@@ -212,19 +209,6 @@ class Spending:
             account.uncount()
             account.use_tokens(-self._num_prompt_tokens)
             account.num_prompt_tokens -= self._num_prompt_tokens
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as OpenAI's headers have it: 17ms, 8.6s, 6m0s."""
-    if seconds <= 0:
-        return "0s"
-    if seconds < 1:
-        return f"{math.ceil(seconds * 1e3)}ms"
-    tenths = math.ceil(seconds * 10)
-    if tenths < 600:
-        return f"{tenths / 10:g}s"
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    return f"{minutes}m{rest}s"
 
 
 def _changed(window: MinuteWindow | None, limit: int | None) -> MinuteWindow | None:

@@ -18,9 +18,8 @@ class Tenants:
 
     def __init__(self, file: TenantsFile, clock: Clock) -> None:
         self._clock = clock
-        self._accounts: dict[
-            str, Account
-        ] = {}  # also of tenants that were removed: what they used stays used
+        # Also those of tenants that were removed: what they used stays used.
+        self._accounts: dict[str, Account] = {}
         self.trouble: str | None = None
         self.num_changes = -1
         self.replace(file)

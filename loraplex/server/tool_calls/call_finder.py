@@ -12,7 +12,7 @@ from typing import Final
 from loraplex.server.tool_calls.answer_delta import AnswerBuilder
 from loraplex.server.tool_calls.call_readers import CallReader, MistralReader, Progress, Reader
 from loraplex.server.tool_calls.formats import MARKS, ToolFormat
-from loraplex.server.tool_calls.held_text import first_mark, num_certain_chars
+from loraplex.server.tool_calls.held_text import HeldText, first_mark, num_certain_chars
 from loraplex.server.tool_calls.json_text import SPACES
 
 _SEPARATORS: Final = SPACES + ";,"
@@ -28,8 +28,7 @@ class CallFinder:
         self._marks = MARKS[tool_format]
         self._names = names
         self._builder = builder
-        self._held = ""
-        """Text that may belong to a mark, or to spaces before one."""
+        self._held = HeldText()
         self._reader: Reader | None = None
         self._before_reader = ""
         """Text before the call that is being read: content, if it is none."""
@@ -45,18 +44,20 @@ class CallFinder:
         """Note that the answer has ended."""
         if self._reader is not None:
             self._give_up(self._reader)
-        rest, self._held = self._held, ""
+        rest = self._held.take()
         if self._builder.num_calls:
             rest = rest.rstrip(_SEPARATORS)
         self._say(rest)
 
     def _push_outside(self, text: str) -> str:
         """Take text up to the next call; return the rest."""
-        text, self._held = self._held + text, ""
+        if self._held.add_spaces(text):
+            return ""
+        text = self._held.take() + text
         if self._marks.is_optional and not self._has_content:
             rest = text.lstrip(_SEPARATORS if self._is_after_call else SPACES)
             if not rest:
-                self._held = text
+                self._held.hold(text)
                 return ""
             if rest[0] == "{":
                 self._begin(CallReader(self._builder, self._names), text[: -len(rest)])
@@ -67,7 +68,7 @@ class CallFinder:
         if found is None:
             num_certain = num_certain_chars(text, marks)
             self._say(text[:num_certain])
-            self._held = text[num_certain:]
+            self._held.hold(text[num_certain:])
             return ""
         place, mark = found
         said = text[:place].rstrip(SPACES)

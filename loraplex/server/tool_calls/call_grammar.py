@@ -18,7 +18,7 @@ from loraplex.server.tool_calls.formats import MARKS, NAME_MARK, ToolFormat
 _MAX_CALLS: Final = 32
 """Most calls in one answer: a model without an idea of how to go on would write them without end."""
 _TERMINALS: Final = r"""TEXT: /(.|\n)*/
-SPACES: /[ \t\r\n]*/
+SPACES: /[ \t\r\n]{0,8}/
 PROSE: /[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"""
 
 
@@ -97,6 +97,8 @@ class CallGrammar:
         if self.uses_name_marks:
             return f"{json.dumps(name)} {self._mark(NAME_MARK)} %json {schema}"
         key = MARKS[self.tool_format].arguments_key
+        if self.answer_schema is not None and not self.is_forced and MARKS[self.tool_format].is_optional:
+            return f"%json {_call_schema(name, key, schema)}"
         begin = f"{{{json.dumps('name')}: {json.dumps(name)}, {json.dumps(key)}: "
         return f'{json.dumps(begin)} %json {schema} "}}"'
 
@@ -109,6 +111,20 @@ class CallGrammar:
     def _mark(self, mark: str) -> str:
         token_id = self.token_id(mark)
         return json.dumps(mark) if token_id is None else f"<[{token_id}]>"
+
+
+def _call_schema(name: str, key: str, schema: str) -> str:
+    """Return the schema of a call, for answers that are a call or another object: the parser must not have to
+    decide between the two by their first characters."""
+    parameters = json.loads(schema)
+    shared = {part: parameters[part] for part in ("$defs", "definitions") if part in parameters}
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: parameters},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    return json.dumps({**shared, **call, "x-guidance": parameters["x-guidance"]}, ensure_ascii=False)
 
 
 _LISTED: Final = '", " one'

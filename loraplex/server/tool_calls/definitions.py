@@ -27,7 +27,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChosenFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    name: str
+    name: FunctionName
 
 
 class NamedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

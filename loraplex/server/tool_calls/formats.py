@@ -11,16 +11,10 @@ they are shown where calls are read, unlike others.
 
 from __future__ import annotations
 
-import secrets
-import string
-import uuid
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-_ALPHANUMERIC: Final = string.ascii_letters + string.digits
-_MISTRAL_ID_CHARS: Final = 9
-"""Mistral's templates refuse other ids."""
 NAME_MARK: Final = "[ARGS]"
 
 
@@ -57,9 +51,3 @@ def format_of_template(template: str) -> ToolFormat | None:
     if '"parameters": ' in template and ("<|start_header_id|>" in template or "<|python_tag|>" in template):
         return ToolFormat.LLAMA3_JSON
     return None
-
-
-def new_call_id(tool_format: ToolFormat) -> str:
-    if tool_format is ToolFormat.MISTRAL:
-        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(_MISTRAL_ID_CHARS))
-    return f"call_{uuid.uuid4().hex[:24]}"

@@ -11,13 +11,14 @@ import msgspec
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import OutputKind, StructuredOutput
-from loraplex.engine.tokenizer import Tokenizer
 from loraplex.server.answer_reader import CallReading
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.tool_calls.call_grammar import CallGrammar, Thinking, argument_schema, json_schema
 from loraplex.server.tool_calls.definitions import NamedChoice, Tool, ToolChoice
 from loraplex.server.tool_calls.formats import MARKS, NAME_MARK, ToolFormat
 
+_MAX_BYTES: Final = 2**18
+"""Most bytes of all tools as JSON."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
@@ -32,6 +33,11 @@ class ToolUse:
     is_strict: bool
     is_single: bool
     uses_name_marks: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the length of all tools as JSON."""
+        return len(msgspec.json.encode(self.tools))
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -101,15 +107,16 @@ def tool_use(
     choice: ToolChoice | None,
     *,
     is_parallel: bool,
-    tokenizer: Tokenizer,
+    template: str,
     options: ChatOptions,
 ) -> ToolUse | None:
     """Return how the tools are used; None if none may be called. Raises InvalidRequestError for what cannot
-    be done."""
+    be done. `template`: the source of the chat template."""
     if not tools:
         if choice in (None, "none", "auto"):
             return None
         raise InvalidRequestError("tool_choice needs tools; send them, or leave it out", param="tool_choice")
+    _check_size(tools)
     _check_names(tools)
     if choice == "none":
         return None
@@ -125,12 +132,22 @@ def tool_use(
         forced = tools
     return ToolUse(
         tools=tools,
-        tool_format=_format(tokenizer, options),
+        tool_format=_format(template, options),
         forced=forced,
         is_strict=any(tool.function.strict for tool in tools),
         is_single=isinstance(choice, NamedChoice) or not is_parallel,
-        uses_name_marks=NAME_MARK in tokenizer.template_text,
+        uses_name_marks=NAME_MARK in template,
     )
+
+
+def _check_size(tools: Sequence[Tool]) -> None:
+    num_bytes = len(msgspec.json.encode(tools))
+    if num_bytes > _MAX_BYTES:
+        raise InvalidRequestError(
+            f"the tools have {num_bytes:,} bytes, more than the {_MAX_BYTES:,} that a request may have; send "
+            "fewer",
+            param="tools",
+        )
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
@@ -144,14 +161,14 @@ def _check_names(tools: Sequence[Tool]) -> None:
         seen.add(tool.function.name)
 
 
-def _format(tokenizer: Tokenizer, options: ChatOptions) -> ToolFormat:
-    if not tokenizer.template_renders_tools:
+def _format(template: str, options: ChatOptions) -> ToolFormat:
+    if "tools" not in template:
         raise InvalidRequestError(
             "this model's chat template does not know tools: leave them out, or put a template that knows "
             "them into its tokenizer_config.json",
             param="tools",
         )
-    found = options.tool_format(tokenizer.template_text)
+    found = options.tool_format(template)
     if found is None:
         known = ", ".join(f"{each} ({MARKS[each].begin})" for each in ToolFormat)
         raise InvalidRequestError(

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from packing_problems import CapacityJudge, demand_of, demands, judges
 
 from loraplex.planner.demand import Demand, PlanError
+from loraplex.planner.packing.improve import LocalImprovement
 from loraplex.planner.packing.least_gpus import least_gpus
 from loraplex.planner.packing.least_rate import LeastRate
 from loraplex.planner.packing.max_pack import MaxPack
@@ -40,14 +41,19 @@ def test_a_spreading_packer_fails_with_one_gpu_less(
         assert len(plans) < 2 or not succeeds(packer, demand, len(plans) - 1)
 
 
-def test_a_greedy_packer_is_asked_twice() -> None:
+def test_a_greedy_packer_packs_once() -> None:
     judge = CapacityJudge(capacity_tok_s=1600, cost_of_slot=0, cost_of_waiting=0)
     demand = demand_of(*[(8, 1.0)] * 160)
     MaxPack(judge=judge).pack(demand, 64)
     once = len(judge.calls)
     judge.calls.clear()
     assert len(least_gpus(MaxPack(judge=judge), demand, 64)) == 10
-    assert len(judge.calls) == 2 * once
+    assert len(judge.calls) == once
+    judge.calls.clear()
+    improving = LocalImprovement(packer=MaxPack(judge=judge), judge=judge, most_judgements=0)
+    assert len(least_gpus(improving, demand, 64)) == 10
+    repairing = 10
+    assert len(judge.calls) == once + repairing
 
 
 @given(demands(30), judges(), st.integers(1, 30))

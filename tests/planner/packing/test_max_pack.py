@@ -103,8 +103,8 @@ def test_an_adapter_larger_than_a_gpu_is_named(has_slots: bool) -> None:
 def test_too_few_gpus_are_refused_with_the_number_that_would_do() -> None:
     judge = CapacityJudge(capacity_tok_s=1000, cost_of_slot=0, cost_of_waiting=0)
     with pytest.raises(NotEnoughGpusError, match=r"GPUs \(2\): .* 14 of 30 adapters; 4 GPUs would") as caught:
-        MaxPack(judge=judge).pack(demand_of(*[(8, 1.0)] * 30), 2)
-    assert caught.value.num_needed == 4
+        MaxPack(judge=judge).pack(demand := demand_of(*[(8, 1.0)] * 30), 2)
+    assert caught.value.plans == MaxPack(judge=judge).pack(demand, 4)
 
 
 def test_zero_gpus_are_refused() -> None:

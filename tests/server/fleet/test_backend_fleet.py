@@ -78,6 +78,12 @@ def test_servers_behind_a_front_answer_as_they_do_alone(front: str, single: str)
     assert sum(row["sent"] > 0 for row in replicas(front)) > 1, "one server did all of it"
 
 
+def test_a_single_server_says_that_it_has_no_replicas(single: str) -> None:
+    found = run_command("fleet", "status", "--base-url", single)
+    assert found.returncode == 1
+    assert "is it a loraplex server with replicas?" in found.stderr
+
+
 def test_bad_backends_are_refused_in_words(folder: Path, single: str, tmp_path: Path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
 

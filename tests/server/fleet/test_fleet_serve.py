@@ -17,8 +17,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from client_streams import SAMPLED, check_disturbed, stream
 from server_process import PATIENCE_S, Ended, replicas, run_command, serving, wait_until
 
+from loraplex import LLM, SamplingParams
 from loraplex.engine.machine import available_bytes
 
 MODELS = ("tiny", "one", "two")
@@ -95,14 +97,19 @@ def test_all_replicas_batch_by_the_policy_that_the_banner_names(folder: Path, tm
         wait_until(lambda: merges() >= 2, "a replica did not merge")
 
 
-def test_a_fleet_answers_as_a_single_server_does(fleet: str, single: str) -> None:
+def test_a_fleet_answers_as_an_engine_in_this_process_does(fleet: str, folder: Path) -> None:
     before = [row["sent"] for row in replicas(fleet)]
-    for model in MODELS:
-        for options in ({"temperature": 0, "logprobs": 2}, {"temperature": 1.0, "seed": 7, "n": 2}):
-            found, expected = answer(fleet, model, **options), answer(single, model, **options)
-            assert [choice.text for choice in found.choices] == [choice.text for choice in expected.choices]
-            if "logprobs" in options:
-                assert found.choices[0].logprobs.tokens == expected.choices[0].logprobs.tokens
+    with LLM(folder, adapters=folder / "adapters", kv_memory_bytes=4 << 20, num_threads=1) as llm:
+        for model in MODELS:
+            adapter = None if model == "tiny" else model
+            for options in ({"temperature": 0.0, "logprobs": 2}, {"temperature": 1.0, "seed": 7, "n": 2}):
+                params = SamplingParams(max_tokens=12, **options)
+                found = answer(fleet, model, **options)
+                (expected,) = llm.generate("w5 w6 w7", adapter, params)
+                assert [each.text for each in found.choices] == [each.text for each in expected.choices]
+                if "logprobs" in options:
+                    logprobs = [each.logprob for each in expected.choices[0].logprobs]
+                    assert found.choices[0].logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
     sent = [row["sent"] - earlier for row, earlier in zip(replicas(fleet), before, strict=True)]
     assert sum(sent) == len(MODELS) * 3
     assert all(sent), "one replica did all of it"
@@ -310,10 +317,36 @@ def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -
     assert "a fleet has one replica at least" in refused.stderr
 
 
-def test_a_single_server_says_that_it_has_no_replicas(single: str) -> None:
-    found = fleet_command(single, "status")
-    assert found.returncode == 1
-    assert "is it a loraplex server with replicas?" in found.stderr
+def test_streams_outlive_their_engine_processes(fleet: str) -> None:
+    """`kill -9` under streams: the openai client sees the answer that it would have had. This leaves one
+    replica drained. test_backend_fleet does the same with a fleet of servers."""
+
+    def kill(number: int) -> None:
+        os.kill(replicas(fleet)[number]["pid"], signal.SIGKILL)
+
+    def is_whole() -> bool:
+        return all(row["state"] == "ready" for row in replicas(fleet))
+
+    check_disturbed(fleet, kill, **SAMPLED)
+    wait_until(is_whole, "the replica is back")
+    (whole,), _ = stream(fleet, temperature=0)
+    stop = next(
+        part
+        for start in range(len(whole.text) - 40, len(whole.text) - 3)
+        if whole.text.find(part := whole.text[start : start + 3]) > len(whole.text) // 2
+    )
+    check_disturbed(fleet, kill, temperature=0, stop=stop)
+    wait_until(is_whole, "the replica is back")
+    drained: list[int] = []
+
+    def drain(number: int) -> None:
+        answer = httpx.post(f"{fleet}/v1/fleet/drain", json={"replica": number, "move": True})
+        assert answer.status_code == 200, answer.text
+        drained.append(number)
+
+    check_disturbed(fleet, drain, **SAMPLED)
+    (number,) = drained
+    assert replicas(fleet)[number]["in_flight"] == 0
 
 
 def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:

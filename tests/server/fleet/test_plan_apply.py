@@ -54,7 +54,7 @@ def plan_in(
             for names in gpus
         ),
         profile=OURS,
-        packer="by hand",
+        packer="hand",
         prompt_tokens=50.0,
         output_tokens=20.0,
     )
@@ -124,6 +124,29 @@ def test_a_plan_is_carried_out_while_requests_are_served(fleet: str, tmp_path: P
     again = command(fleet, "apply", second, "--force")
     assert "every adapter is on the replicas of the plan already" in again.stdout
     assert again.returncode == 0
+
+
+def test_the_status_of_a_fleet_says_which_plan_it_serves_by(fleet: str, tmp_path: Path) -> None:
+    path = plan_in(tmp_path, ("one", "two"), ("three",), ())
+    assert command(fleet, "apply", path, "--force").returncode == 0
+    said = run_command("fleet", "status", "--url", fleet).stdout
+    assert "plan: plan.json, packed by hand, 3 adapters, in force since" in said
+    assert "not in it, and placed by the policy: 1 adapter ('cold')" in said
+
+
+@pytest.mark.slow
+def test_a_plan_outlives_the_kill_of_its_front(folder: Path, tmp_path: Path) -> None:
+    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path), "--replicas", "2")
+    options = (*options, "--routing", "most-idle", "--placement", "auto")
+    names = [each.name for each in (folder / "adapters").iterdir()]
+    path = plan_in(tmp_path, tuple(names), ())
+    with serving(folder, *options, command="fleet serve") as (_, url, _):
+        applied = command(url, "apply", path, "--force")
+        assert applied.returncode == 0, applied
+    with serving(folder, *options, command="fleet serve") as (_, url, said):
+        assert "the plan plan.json, packed by hand, which the fleet was given before, is in" in said
+        wait_until(lambda: placement(url)["stands"], "it is not carried out")
+        assert set(map(tuple, where(url).values())) == {(0,)}
 
 
 def test_a_dry_run_shows_the_steps_and_changes_nothing(fleet: str, tmp_path: Path) -> None:

@@ -71,15 +71,20 @@ def test_all_that_decides_about_the_answer_is_sent_and_stop_strings_are_not() ->
                 "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25,
             }  # fmt: skip
             sent = request_for(
-                [5], eos=(EOS, 3), stop=("x",), stop_token_ids=(3, 4), logit_bias=((7, 1.5),), **params
-            )
-            await answer(replica, sent)
-            await answer(replica, request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None))
+                [5], eos=(EOS, 3), stop=("x",), stop_token_ids=(3, 4), logit_bias=((7, 1.5),),
+                bad_words=("a b",), **params,
+            )  # fmt: skip
+            await answer(replica, replace(sent, priority=3, cache_salt="acme"))
+            long = request_for([5] * 200, ignore_eos=True, eos=(EOS,), max_tokens=None)
+            await answer(replica, replace(long, traceparent="00-1-2-01"))
+            assert server.traceparents[-2:] == [None, "00-1-2-01"]
             _, first, second = server.bodies("completions")
             assert {name: first[name] for name in params} == params
             assert first["stop_token_ids"] == [3, 4, EOS]
             assert first["logit_bias"] == {"7": 1.5}
-            assert "stop" not in first
+            assert first["bad_words"] == ["a b"]
+            assert not {"stop", "priority"} & first.keys(), "vLLM refuses priorities unless it goes by them"
+            assert (first["cache_salt"], "cache_salt" in second) == ("acme", False)
             # vLLM takes missing fields from the model's generation_config.json.
             assert (second["temperature"], second["top_p"], second["top_k"]) == (0.0, 1.0, 0)
             assert (second["ignore_eos"], second["stop_token_ids"]) == (True, [])
@@ -282,6 +287,7 @@ def test_what_comes_of_a_request_that_began_elsewhere() -> None:
         (Continuation.IMPOSSIBLE, {"presence_penalty": 0.5}),
         (Continuation.IMPOSSIBLE, {"frequency_penalty": -0.5, "temperature": 0.5}),
         (Continuation.IMPOSSIBLE, {"prompt_logprobs": 1}),
+        (Continuation.IMPOSSIBLE, {"bad_words": ("a",)}),
         (Continuation.IMPOSSIBLE, {"structured_output": StructuredOutput(OutputKind.REGEX, "a+")}),
     ]
 

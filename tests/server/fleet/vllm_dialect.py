@@ -79,6 +79,7 @@ class VllmDialect:
         self.does = behaviour or Behaviour()
         self.adapters: dict[str, str] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.traceparents: list[str | None] = []
         self.num_cancelled = 0
         self.num_asked = 0  # for its health
         self.paused = asyncio.Event()
@@ -232,6 +233,7 @@ class VllmDialect:
             return refusal
         body = await request.json()
         self.calls.append((request.path, body))
+        self.traceparents.append(request.headers.get("traceparent"))
         model = body["model"]
         if self.does.probe_gate is not None and not body.get("stream"):
             await self.does.probe_gate.wait()

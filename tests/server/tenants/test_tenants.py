@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,19 +16,18 @@ import httpx
 import openai
 import pytest
 from log_lines import Lines
-from server_fixtures import USER, Api, Served, events, live, write_adapter
+from server_fixtures import USER, Api, Served, events, live, stored, write_adapter
 from serving_fakes import says
 
 import loraplex
 from loraplex.core.clock import ManualClock
+from loraplex.fleet.waiting_room import Caller
+from loraplex.server.errors import QueueFullError
+from loraplex.server.waiting import WaitingLimits
 
 NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
 OTHERS = ("globex-chat", "globex-secret", "globex", "ops")
 """Names that acme must never read."""
-
-
-def stored(key: str) -> str:
-    return f'"sha256:{hashlib.sha256(key.encode()).hexdigest()}"'
 
 
 def tenants_file(folder: Path | str = "/srv", **more: str) -> str:
@@ -300,6 +300,21 @@ def test_every_answer_has_the_limits_and_what_is_left(make_api: Callable[..., Ap
     assert chat(api, "acme", "base", max_tokens=1).status_code == 200
 
 
+def test_without_tenants_the_headers_are_about_the_queue(make_api: Callable[..., Api]) -> None:
+    api = make_api(waiting=WaitingLimits(max_requests=3, max_tokens=500))
+    answer = api.post("/v1/completions", {"model": "base", "prompt": [1, 2], "n": 2, "max_tokens": 1})
+    assert limits_of(answer) == {
+        "limit-requests": "3", "remaining-requests": "3", "reset-requests": "0s",
+        "limit-tokens": "500", "remaining-tokens": "500", "reset-tokens": "0s",
+    }  # fmt: skip
+    ticket = api.served.deps.waiting.admit(3)
+    refused = api.post("/v1/completions", {"model": "base", "prompt": [1, 2], "max_tokens": 1})
+    assert refused.status_code == 429
+    assert limits_of(refused)["remaining-requests"] == "0"
+    assert limits_of(refused)["reset-requests"] != "0s"
+    ticket.close()
+
+
 def test_what_the_server_could_not_take_is_not_counted(make_api: Callable[..., Api]) -> None:
     api = make_api(tenants=tenants_file(acme="requests_per_minute = 1\n"), names=NAMES)
     api.served.engine.dead = True
@@ -364,9 +379,22 @@ def test_the_log_says_whose_request_it_was(api: Api) -> None:
 
 def test_no_route_looks_models_up_for_everybody() -> None:
     lookups = []
-    for path in sorted((Path(loraplex.__file__).parent / "server").rglob("*routes*.py")):
+    for path in sorted((Path(loraplex.__file__).parent / "server").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and re.search(r"adapters\.(find|lease)$", ast.unparse(node.func)):
                 lookups.append(path.name)
                 assert "access" in ast.unparse(node), f"{path}:{node.lineno} must pass the sender's access"
     assert {"generation_routes.py", "model_routes.py", "utility_routes.py"} <= set(lookups)
+
+
+def test_a_queue_full_of_one_tenant_has_places_for_others(make_api: Callable[..., Api]) -> None:
+    api = make_api(tenants=tenants_file(), names=NAMES, waiting=WaitingLimits(max_requests=8))
+    assert api.served.deps.tenants is not None
+    api.served.deps.waiting.set_tenants(api.served.deps.tenants.policies())
+    with contextlib.suppress(QueueFullError):
+        while True:
+            api.served.deps.waiting.admit(1, caller=Caller(tenant="globex"))
+    refused = chat(api, "globex", "globex-chat", max_tokens=1)
+    assert (refused.status_code, "kept for other tenants" in refused.text) == (429, True)
+    assert "acme" not in refused.text
+    assert chat(api, "acme", "acme-chat", max_tokens=1).status_code == 200

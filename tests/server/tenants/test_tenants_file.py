@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from test_tenants import stored
+from server_fixtures import stored
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app

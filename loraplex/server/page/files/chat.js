@@ -59,13 +59,14 @@ class Column {
     this.abort = new AbortController();
     const timing = { start: performance.now(), first: null, last: null, tokens: 0, exact: null };
     const asked = { role: "user", content: prompt };
+    const reasoning = document.createTextNode("");
     const text = document.createTextNode("");
-    answer.append(text);
+    answer.append(h("div", { className: "reasoning" }, reasoning), text);
     try {
       const [path, body] = this.request(asked, options);
       for await (const chunk of stream(path, body, this.abort.signal)) {
-        this.take(chunk, text, timing);
-        if (text.data) answer.classList.remove("waiting");
+        this.take(chunk, { text, reasoning }, timing);
+        if (text.data || reasoning.data) answer.classList.remove("waiting");
       }
       this.messages.push(asked, { role: "assistant", content: text.data });
       if (!text.data) answer.append(h("span", { className: "muted" }, "(an empty answer)"));
@@ -85,20 +86,22 @@ class Column {
     const shared = { model, stream: true, stream_options: { include_usage: true }, ...sampling };
     if (!server?.has_chat) return ["v1/completions", { ...shared, prompt: asked.content }];
     const begin = system ? [{ role: "system", content: system }] : [];
-    return ["v1/chat/completions", { ...shared, messages: [...begin, ...this.messages, asked] }];
+    return ["v1/chat/completions", { ...shared, separate_reasoning: false, messages: [...begin, ...this.messages, asked] }];
   }
 
-  take(chunk, text, timing) {
+  take(chunk, { text, reasoning }, timing) {
     if (chunk.usage) timing.exact = chunk.usage;
     const choice = chunk.choices?.[0];
-    const piece = choice?.delta?.content ?? choice?.text ?? "";
     if (!choice) return;
+    const piece = choice.delta?.content ?? choice.text ?? "";
+    const thought = choice.delta?.reasoning_content ?? "";
     const now = performance.now();
     timing.first ??= now;
     timing.last = now;
-    if (piece) {
+    if (piece || thought) {
       timing.tokens += 1;
       text.appendData(piece);
+      reasoning.appendData(thought);
       this.scroll();
       this.show(timing, false);
     }
@@ -130,7 +133,9 @@ class Column {
 }
 
 export function explain(error) {
-  return error instanceof TypeError ? "The server does not answer. Is it running?" : sentence(error.message);
+  if (error instanceof TypeError) return "The server does not answer. Is it running?";
+  const isLong = error.body?.error?.code === "context_length_exceeded" && server?.has_chat;
+  return sentence(error.message) + (isLong ? "; “New chat” leaves out what was said so far" : "");
 }
 
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);

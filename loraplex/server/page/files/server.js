@@ -99,14 +99,16 @@ function plan({ num_plans: number }) {
   const head = [text("Replica"), num("Adapters"), num("Ranks, summed"), num("Bytes"), num("To be loaded"), text("Which")];
   const origin = placement.is_given ? "a plan that was applied" : "made by the fleet's policy";
   const state = placement.is_given && !placement.stands ? ", not carried out yet" : "";
-  return card("Plan in force", `${origin}${state}; changed ${count(number)} times`, table(head, lines));
+  return card("Plan in force", `${origin}${state}; changed ${number === 1 ? "once" : `${count(number)} times`}`, table(head, lines));
 }
 
 function twin({ twin: picture }) {
   if (!picture) return null;
-  const note = picture.is_measured ? "by a measured profile" : "by guessed costs: `loraplex profile` measures them";
+  const note = picture.is_measured
+    ? ["by a measured profile"]
+    : ["by guessed costs: ", h("code", {}, "loraplex profile"), " measures them"];
   if (!picture.measured || !picture.predicted)
-    return card("The twin's picture", note, h("p", { className: "empty" }, "No requests in the last minutes to replay. It replays them every half minute."));
+    return card("The twin's picture", h("span", {}, ...note), h("p", { className: "empty" }, "No requests in the last minutes to replay. It replays them every half minute."));
   const lines = [
     ["Throughput, tok/s", "tokens_per_s", rate],
     ["Time to first token", "ttft_s", duration],
@@ -114,10 +116,15 @@ function twin({ twin: picture }) {
   ].map(([label, key, format]) => {
     const [was, predicted] = [picture.measured[key], picture.predicted[key]];
     const error = was && predicted !== null ? predicted / was - 1 : null;
-    return [label, format(was), format(predicted), error === null ? "–" : `${error > 0 ? "+" : "−"}${Math.abs(error * 100).toFixed(1)}%`];
+    return [label, format(was), format(predicted), error === null ? "–" : signed(error)];
   });
   const head = [text("The last two minutes"), num("Measured"), num("Predicted"), num("Error")];
-  return card("The twin's picture", `${count(picture.num_requests)} requests replayed, ${note}`, table(head, lines));
+  return card("The twin's picture", h("span", {}, `${count(picture.num_requests)} requests replayed, `, ...note), table(head, lines));
+}
+
+function signed(share) {
+  const percent = Math.abs(share * 100).toFixed(1);
+  return `${percent === "0.0" ? "" : share > 0 ? "+" : "−"}${percent}%`;
 }
 
 function leftOut({ left_out: all }) {

@@ -1,0 +1,80 @@
+"""Chat templates that requests bring: rendered apart, whatever they do, and only where they are trusted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_fixtures import USER, Api
+from serving_fakes import tiny_tokenizer
+
+from loraplex.server.request_templates import RequestTemplates
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def trusting(api: Api) -> Iterator[Api]:
+    templates = RequestTemplates()
+    object.__setattr__(api.served.deps, "templates", templates)
+    yield api
+    api.run(templates.close())
+
+
+def ask(api: Api, template: str, **fields: Any) -> tuple[int, str]:
+    """Return the status and the prompt, or the error."""
+    body = {"model": "base", "messages": USER, "chat_template": template, **fields}
+    response = api.post("/v1/chat/completions", body)
+    if response.status_code != 200:
+        assert response.json()["error"]["param"] in ("chat_template", "chat_template_kwargs")
+        return response.status_code, response.json()["error"]["message"]
+    return 200, tiny_tokenizer().decode(api.served.engine.requests[-1].prompt_token_ids)
+
+
+def test_a_template_is_refused_where_it_is_not_trusted(api: Api) -> None:
+    status, message = ask(api, "{{ messages[0].content }}")
+    assert (status, "--trust-request-chat-template" in message) == (400, True)
+
+
+def test_a_template_makes_the_prompt_and_cannot_stop_the_server(trusting: Api) -> None:
+    template = "{{ eos_token }}{{ messages[0].content }}{{ word }}{% if add_generation_prompt %}!{% endif %}"
+    kwargs = {"word": "you"}
+    assert ask(trusting, template, chat_template_kwargs=kwargs) == (200, "<|im_end|>hiyou!")
+    for refused, reason in (
+        ("{{ messages", "TemplateSyntaxError"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ 'a' * 10 ** 10 }}", "memory"),
+        ("{{ 'a' * 10 ** 7 }}", "10,000,000 characters"),
+        (ENDLESS, "longer than 2 seconds"),
+    ):
+        status, message = ask(trusting, refused)
+        assert (status, reason in message) == (400, True), message
+    assert ask(trusting, "x", chat_template_kwargs={"tools": []})[0] == 400
+    assert ask(trusting, template, chat_template_kwargs=kwargs) == (200, "<|im_end|>hiyou!"), "after a kill"
+
+
+def test_an_answer_that_nobody_waits_for_is_not_the_next_ones() -> None:
+    async def scenario() -> None:
+        templates = RequestTemplates()
+
+        async def render(template: str) -> str:
+            return await templates.render(template, [], tools=(), add_generation_prompt=True, variables={})
+
+        assert await render("zero") == "zero"
+        given_up = asyncio.create_task(render("first"))
+        for _ in range(3):  # it is sent
+            await asyncio.sleep(0)
+        given_up.cancel()
+        assert await render("second") == "second"
+        await templates.close()
+
+    asyncio.run(scenario())
+
+
+def test_tools_are_refused_by_a_template_that_does_not_know_them(trusting: Api) -> None:
+    tools = [{"function": {"name": "f"}}]
+    body = {"model": "base", "messages": USER, "chat_template": "x", "tools": tools}
+    assert trusting.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
