@@ -30,6 +30,7 @@ from loraplex.server.requests import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from loraplex.server.response_api.request import ResponsesRequest
 from loraplex.server.responses import (
     AdapterList,
     ChatCompletion,
@@ -42,6 +43,7 @@ from loraplex.server.responses import (
     Overview,
     Placement,
     ReplicaList,
+    Response,
     TenantList,
     Text,
     Tokens,
@@ -71,7 +73,7 @@ _STRUCTS: Final = (
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
     AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
     ScaleRequest, ReplicaList, PlacementRequest, Placement, TenantList, Overview, FileObject, FileList,
-    DeletedFile, CreateBatchRequest, BatchObject, BatchList, ErrorBody,
+    ResponsesRequest, Response, DeletedFile, CreateBatchRequest, BatchObject, BatchList, ErrorBody,
 )  # fmt: skip
 
 

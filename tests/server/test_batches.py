@@ -129,6 +129,14 @@ def test_lines_come_after_live_requests_and_few_adapters_at_a_time(
     assert len(set(first_ones)) == 4
 
 
+def test_responses_in_a_batch(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/responses"}
+    asked["body"] = {"model": "poet", "input": "hi"}
+    over = ended(client, begin(client, json.dumps(asked), endpoint="/v1/responses").id)
+    body = results(client, over.output_file_id)["a"]["response"]["body"]
+    assert (body["object"], body["status"], body["model"]) == ("response", "completed", "poet")
+
+
 def test_pages_of_lists(client: openai.OpenAI) -> None:
     files = [upload(client, line("a")) for _ in range(3)]
     batches = [begin(client, line("a")) for _ in range(3)]

@@ -22,6 +22,7 @@ from loraplex.server.web_guard import WebAccess
 BODIES = [
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/v1/promote_lora_adapter",
