@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import loraplex
 from loraplex.server.auth import Administrators, ApiKeyMiddleware
+from loraplex.server.batches.routes import batch_router
 from loraplex.server.deps import ServerDeps
 from loraplex.server.errors import install_error_handlers
 from loraplex.server.fleet_routes import fleet_router
@@ -39,6 +40,8 @@ def create_app(deps: ServerDeps) -> FastAPI:
                 deps.placement_file,
             )
         )
+    if deps.batches is not None:
+        app.include_router(batch_router(deps, deps.batches))
     if deps.tenants is not None:
         app.include_router(tenant_router(deps.tenants))
     install_error_handlers(app)
@@ -53,7 +56,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=deps.web.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("*",),
         )

@@ -60,6 +60,14 @@ class BodyReader:
         self._is_closed = False
         self._reads: set[asyncio.Timeout] = set()
 
+    @property
+    def max_body_bytes(self) -> int:
+        return self._limits.max_body_bytes
+
+    @property
+    def read_timeout_s(self) -> float:
+        return self._limits.read_timeout_s
+
     def close(self) -> None:
         """End the reads in progress: the server is shutting down, and a slow upload would delay that."""
         self._is_closed = True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
+from loraplex.server.batches.store import BatchStore
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.continuing import Continued
@@ -38,7 +39,7 @@ class ServerDeps:
     none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine.
     `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `engine_costs`:
     returns the profile that the engines report, as JSON. `tenants`: None if all clients have the same
-    rights. `traces`: None if none are asked for.
+    rights. `traces`: None if none are asked for. `batches`: None if it takes no files and batches.
     """
 
     text: TextEngine
@@ -64,6 +65,7 @@ class ServerDeps:
     is_resampled: Callable[[str], bool] = lambda call_id: False
     traces: Traces | None = None
     tenants: Tenants | None = None
+    batches: BatchStore | None = None
 
     @cached_property
     def history(self) -> ServerHistory:

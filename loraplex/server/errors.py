@@ -107,6 +107,22 @@ class ForbiddenError(UserError):
         self.code = code
 
 
+class NotFoundError(UserError):
+    """There is no object with this id, as far as this client may know."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ConflictError(UserError):
+    """The object's state does not allow this now."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class ServerStartingError(EngineDeadError):
     """The server has not finished its start."""
 
@@ -148,6 +164,10 @@ def describe(error: Exception) -> HttpError:
             return _http_error(400, message, param=error.param)
         case UnknownModelError():
             return _http_error(404, message, param="model", code="model_not_found")
+        case NotFoundError():
+            return _http_error(404, message, param=error.param, code="not_found")
+        case ConflictError():
+            return _http_error(409, message, code=error.code)
         case NotServedError():
             return _http_error(404, message, param="lora_name", code="adapter_not_found")
         case AdapterConflictError():
@@ -260,7 +280,8 @@ def _http_error(
 ) -> HttpError:
     """Return an HTTP error. `kind`: the error's type, if it does not follow from the status."""
     kind = kind or (SERVER_ERROR if status >= 500 else INVALID_REQUEST)
-    detail = ErrorDetail(message=_encodable(message), type=kind, param=param, code=code)
+    named = None if param is None else _encodable(param)
+    detail = ErrorDetail(message=_encodable(message), type=kind, param=named, code=code)
     return HttpError(status=status, detail=detail, headers=headers or {})
 
 

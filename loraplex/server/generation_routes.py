@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""POST /v1/chat/completions, /v1/completions and /v1/responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from loraplex.server.generation import AnswerFormat, Generation, GenerationRespo
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
+from loraplex.server.response_api.format import ResponsesFormat
+from loraplex.server.response_api.request import ResponsesRequest, chat_request, renamed
 from loraplex.server.responses import ChatCompletion, Completion
+from loraplex.server.responses import Response as ResponseObject
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
@@ -77,6 +80,23 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     async def completions(request: Request) -> Response:
         async with deps.bodies.read(request, CompletionRequest) as body:
             return await _start_completion(deps, request, body)
+
+    @router.post(
+        "/v1/responses",
+        **operation(
+            summary="Answer a conversation, in the format of OpenAI's responses",
+            body=ResponsesRequest,
+            answer=ResponseObject,
+            streams=True,
+            errors=_ERRORS,
+        ),
+    )
+    async def responses(request: Request) -> Response:
+        async with deps.bodies.read(request, ResponsesRequest) as body:
+            try:
+                return await _start_chat(deps, request, chat_request(body), asked=body)
+            except InvalidRequestError as error:
+                raise renamed(error) from None
 
     return router
 
@@ -124,7 +144,10 @@ def _cut(prompt: list[int], body: SamplingFields, params: SamplingParams, text: 
     return prompt[-max(text.max_model_len - (params.max_tokens or 1), 1) if limit < 0 else -limit :]
 
 
-async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> GenerationResponse:
+async def _start_chat(
+    deps: ServerDeps, request: Request, body: ChatRequest, *, asked: ResponsesRequest | None = None
+) -> GenerationResponse:
+    """Begin the answer to a chat. `asked`: the request that the chat was made of, whose format it has."""
     with ExitStack() as on_failure:
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
@@ -160,17 +183,35 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
             if error.param == "prompt":
                 raise type(error)(str(error), param="messages") from None
             raise
-        generation = _generation(request, "chatcmpl", checked, lease, body, shown_ids=plan.shown_ids)
-        chat_format = ChatFormat(
-            request_id=generation.request_id,
-            created=now_unix_s(),
-            model=_model_name(deps, body),
-            with_logprobs=params.logprobs is not None,
-            include_usage=generation.include_usage,
-            reading=plan.reading,
-            prompt_ids=prompt if body.return_token_ids else None,
-            num_prompt_top=body.prompt_logprobs,
+        generation = _generation(
+            request,
+            "chatcmpl-" if asked is None else "resp_",
+            checked,
+            lease,
+            body,
+            shown_ids=plan.shown_ids,
+            include_usage=asked is not None,
         )
+        chat_format: AnswerFormat
+        if asked is not None:
+            chat_format = ResponsesFormat(
+                request_id=generation.request_id,
+                created=now_unix_s(),
+                model=_model_name(deps, body),
+                body=asked,
+                reading=plan.reading,
+            )
+        else:
+            chat_format = ChatFormat(
+                request_id=generation.request_id,
+                created=now_unix_s(),
+                model=_model_name(deps, body),
+                with_logprobs=params.logprobs is not None,
+                include_usage=generation.include_usage,
+                reading=plan.reading,
+                prompt_ids=prompt if body.return_token_ids else None,
+                num_prompt_top=body.prompt_logprobs,
+            )
         response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
@@ -240,7 +281,7 @@ async def _start_completion(
         prompt_only = body.max_tokens == 0
         generation = _generation(
             request,
-            "cmpl",
+            "cmpl-",
             checked,
             lease,
             body,
@@ -309,14 +350,16 @@ def _generation(
     prompt_only: bool = False,
     output_token_ids: tuple[int, ...] = (),
     shown_ids: frozenset[int] = frozenset(),
+    include_usage: bool = False,
 ) -> Generation:
     caller = _caller(request, lease, body)
     return Generation(
-        request_id=f"{prefix}-{uuid.uuid4().hex}",
+        request_id=f"{prefix}{uuid.uuid4().hex}",
         checked=checked,
         lease=lease,
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        include_usage=include_usage
+        or (body.stream_options is not None and bool(body.stream_options.include_usage)),
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
         shown_ids=shown_ids,

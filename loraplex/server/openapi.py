@@ -8,6 +8,14 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from loraplex.server.batches.objects import (
+    BatchList,
+    BatchObject,
+    CreateBatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
 from loraplex.server.requests import (
     AdapterNameRequest,
     ChatRequest,
@@ -22,6 +30,7 @@ from loraplex.server.requests import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from loraplex.server.response_api.request import ResponsesRequest
 from loraplex.server.responses import (
     AdapterList,
     ChatCompletion,
@@ -34,6 +43,7 @@ from loraplex.server.responses import (
     Overview,
     Placement,
     ReplicaList,
+    Response,
     TenantList,
     Text,
     Tokens,
@@ -45,9 +55,10 @@ _ERROR_TEXT: Final = {
     400: "The request is wrong; the message says what and how to fix it",
     401: "No valid API key",
     403: "The client may not do this, or not load adapters from this path or repository",
-    404: "There is no such model or adapter",
+    404: "There is no such model, adapter, file or batch",
     408: "The request body did not arrive in time",
-    409: "The adapter is being changed by another call, or the state directory cannot be written",
+    409: "The adapter is being changed by another call, the state of a file or batch does not allow this, or "
+    "the state directory cannot be written",
     413: "The request body is too large",
     415: "The request body is compressed",
     429: "The queue is full, or a limit of the tenant reached; try again after `retry-after` seconds",
@@ -61,7 +72,8 @@ _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
     RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
     AdapterList, DemandInfo, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
-    ScaleRequest, ReplicaList, PlacementRequest, Placement, TenantList, Overview, ErrorBody,
+    ScaleRequest, ReplicaList, PlacementRequest, Placement, TenantList, Overview, FileObject, FileList,
+    ResponsesRequest, Response, DeletedFile, CreateBatchRequest, BatchObject, BatchList, ErrorBody,
 )  # fmt: skip
 
 
@@ -71,6 +83,7 @@ def operation(
     path: str | None = None,
     query: type[msgspec.Struct] | None = None,
     body: type[msgspec.Struct] | None = None,
+    form: dict[str, Any] | None = None,
     answer: type[msgspec.Struct] | None = None,
     answer_text: str | None = None,
     streams: bool = False,
@@ -78,8 +91,8 @@ def operation(
 ) -> dict[str, Any]:
     """Return keyword arguments that describe a route.
 
-    `path` names a parameter in its path; the fields of `query` are those of its query. `answer_text` is the
-    media type of a textual answer.
+    `path` names a parameter in its path; the fields of `query` are those of its query. `form` has the
+    schemas of the fields of a multipart form. `answer_text` is the media type of a textual answer.
     """
     content: dict[str, Any] = {}
     if answer is not None:
@@ -90,12 +103,20 @@ def operation(
         content[answer_text] = {"schema": {"type": "string"}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
     query_errors = () if query is None else (400,)
-    for status in sorted({*errors, *query_errors, *(BODY_ERRORS if body is not None else ())}):
+    for status in sorted({*errors, *query_errors, *(BODY_ERRORS if body or form else ())}):
         responses[status] = {
             "description": _ERROR_TEXT[status],
             "content": {"application/json": {"schema": _reference(ErrorBody)}},
         }
     extra: dict[str, Any] = {}
+    if form is not None:
+        schema = {
+            "type": "object",
+            "properties": form,
+            "required": list(form),
+            "additionalProperties": False,
+        }
+        extra["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     if path is not None:
         extra["parameters"] = [{"name": path, "in": "path", "required": True, "schema": {"type": "string"}}]
     if query is not None:

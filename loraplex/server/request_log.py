@@ -39,7 +39,7 @@ _STATE_KEY: Final = "loraplex.request"
 _SEND_KEY: Final = "loraplex.send"
 _SANE_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _MAX_QUOTED_CHARS: Final = 128
-_GENERATION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _REFUSALS: Final = frozenset({400, 401, 403, 408, 413, 415, 429})
 """Statuses that are logged at INFO on every route; other statuses of monitoring and listing routes are
 noise."""

@@ -294,6 +294,13 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "web_search_options": _LEAVE_OUT,
     "moderation": _LEAVE_OUT,
     "suffix": _LEAVE_OUT,
+    "previous_response_id": "responses are not kept; send the whole conversation as input",
+    "conversation": "send the whole conversation as input",
+    "background": "leave it out, or make a batch of it (/v1/batches)",
+    "max_tool_calls": _LEAVE_OUT,
+    "effort": _LEAVE_OUT,
+    "truncation": "leave it out, or send disabled",
+    "include": "leave it out",
     # Fields of OpenAI's messages.
     "refusal": _LEAVE_OUT,
     "annotations": _LEAVE_OUT,

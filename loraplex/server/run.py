@@ -37,6 +37,7 @@ from loraplex.server.adapter_choice import GivenAdapter
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
+from loraplex.server.batches.store import BatchStore
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.connections import (
@@ -212,8 +213,12 @@ async def _run(
     collecting = asyncio.create_task(collect_while_serving(lambda: server.num_in_flight))
     stack.callback(collecting.cancel)
     from loraplex.server.app import create_app  # imported while the engine started (`_start`)
+    from loraplex.server.batches.runner import BatchRunner
 
     front.app = create_app(deps)
+    assert deps.batches is not None, "every server has a state folder"
+    running = asyncio.create_task(BatchRunner(deps, deps.batches).run(), name="run batches")
+    stack.push_async_callback(_cancelled, running)
     await asyncio.to_thread(flush_logs)  # log lines about the start come before the banner
     announcer.ready(
         host=options.host,
@@ -229,6 +234,12 @@ async def _run(
     ending = asyncio.create_task(_end(stop, server, client, deps.bodies, announcer, options.shutdown_grace_s))
     stack.callback(ending.cancel)
     return client
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """End a task before what it uses."""
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _batching_in_words(options: ServeOptions) -> str | None:
@@ -370,6 +381,7 @@ async def _start(
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
         traces=traces,
         tenants=None if watch is None else watch.tenants,
+        batches=BatchStore.at(state_dir, key),
     )
     if watch is not None:
         watch.tell(deps.waiting.set_tenants)

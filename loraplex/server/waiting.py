@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -70,10 +70,16 @@ class WaitingBook:
         self._idle_s = 0.0  # total, up to `_idle_since_s`
         self.num_refused: Counter[Refused] = Counter()
         """Number of refused calls, by reason."""
+        self.on_leave: Callable[[], None] = _nothing
+        """Called when a request waits no longer."""
 
     @property
     def num_requests(self) -> int:
         return self.room.num_requests
+
+    @property
+    def max_requests(self) -> int:
+        return self._limits.max_requests
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +142,7 @@ class WaitingBook:
             self._starts_s.append(self._waited_s())
         if self.num_requests == 0:
             self._idle_since_s = self._clock.now_s()
+        self.on_leave()
 
     def _check(
         self, num_requests: int, num_tokens: int, *, param: str = "prompt", caller: Caller = NOBODY
@@ -280,6 +287,10 @@ class WaitingTicket:
         for num_tokens in self._num_tokens.values():
             self._book.leave(self._caller, num_tokens, started=False)
         self._num_tokens.clear()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _whole_seconds(seconds: float) -> int:

@@ -28,6 +28,8 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.app import create_app
+from loraplex.server.batches.runner import BatchRunner
+from loraplex.server.batches.store import BatchLimits, BatchStore
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.deps import ServerDeps
@@ -110,6 +112,7 @@ def make_server(
     is_ready_without_adapters: bool = True,
     tenants: str | None = None,
     names: tuple[str, ...] = ("pirate", "poet"),
+    batches: BatchLimits | None = None,
     make_engine: Callable[[Callable[[EngineRequest], Script]], FakeEngine] = FakeEngine,
 ) -> Served:
     """Return a server of the adapters with these names. `tenants`: the text of its tenants file."""
@@ -143,6 +146,9 @@ def make_server(
         tenants=None
         if tenants is None
         else Tenants(parse_tenants(tenants, Path("tenants.toml")), clock or ManualClock()),
+        batches=BatchStore(
+            root=tmp_path / "state" / "batches", base_model=base_model, limits=batches or BatchLimits()
+        ),
     )
     return Served(app=create_app(deps), engine=engine, service=service, deps=deps)
 
@@ -202,7 +208,7 @@ def live(served: Served, connections: ConnectionLimits | None = None) -> Iterato
         log_config=None,
         timeout_graceful_shutdown=1,
     )
-    server = _Server(config)
+    server = _Server(config, served)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:
@@ -216,10 +222,21 @@ def live(served: Served, connections: ConnectionLimits | None = None) -> Iterato
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    """Runs batches, too."""
+
+    def __init__(self, config: uvicorn.Config, served: Served) -> None:
         super().__init__(config)
+        self.served = served
         self.ready = threading.Event()
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
+        deps = self.served.deps
+        assert deps.batches is not None
+        self.batches = asyncio.create_task(BatchRunner(deps, deps.batches).run())
         self.ready.set()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.batches.cancel()
+        await asyncio.wait([self.batches])
+        await super().shutdown(sockets)

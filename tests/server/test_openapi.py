@@ -22,6 +22,7 @@ from loraplex.server.web_guard import WebAccess
 BODIES = [
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/v1/promote_lora_adapter",
@@ -29,12 +30,19 @@ BODIES = [
     "/v1/rollback_lora_adapter",
     "/tokenize",
     "/detokenize",
+    "/v1/batches",
+    "/v1/files",
 ]
 READS = [
     *("/v1/models", "/v1/adapters", "/v1/demand", "/v1/overview", "/v1/tenants", "/version", "/metrics"),
-    *("/health", "/health/ready", "/health/live"),
+    *("/health", "/health/ready", "/health/live", "/v1/files", "/v1/batches"),
 ]
-MODEL = "/v1/models/{model_id}"
+BY_ID = [
+    *(("GET", path) for path in ("/v1/models/{model_id}", "/v1/files/{file_id}", "/v1/batches/{batch_id}")),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("DELETE", "/v1/files/{file_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
+]
 CALLS_PER_BODY = 56
 CHECKS = [
     checks.not_a_server_error,
@@ -112,12 +120,14 @@ def test_every_page_is_as_documented(schema: Any, path: str) -> None:
     assert statuses <= ({200, 403} if path == "/v1/demand" else {200})
 
 
-def test_any_model_id_is_answered_as_documented(schema: Any) -> None:
-    statuses = call_many(schema[MODEL]["GET"], GenerationMode.POSITIVE, 50)
+@pytest.mark.parametrize(("method", "path"), BY_ID)
+def test_any_id_is_answered_as_documented(schema: Any, method: str, path: str) -> None:
+    statuses = call_many(schema[path][method], GenerationMode.POSITIVE, 25)
     assert statuses[404] > 0
 
 
 def test_every_operation_is_covered(schema: Any) -> None:
     documented = {operation.ok().label for operation in schema.get_all_operations()}
-    assert documented == {f"POST {path}" for path in BODIES} | {f"GET {path}" for path in (*READS, MODEL)}
+    covered = [*(("POST", path) for path in BODIES), *(("GET", path) for path in READS), *BY_ID]
+    assert documented == {f"{method} {path}" for method, path in covered}
     assert len(BODIES) * len(GenerationMode) * CALLS_PER_BODY >= 1000

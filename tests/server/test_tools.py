@@ -133,3 +133,36 @@ def test_streamed_calls_are_those_of_the_whole_answer(client_of: Callable[..., o
         assert found[choice.index] == [call.function.name, call.function.arguments]
         assert ends[choice.index] == choice.finish_reason == "tool_calls"
     assert num_parts > 6, "arguments come in pieces"
+
+
+def test_calls_of_responses(client_of: Callable[..., openai.OpenAI]) -> None:
+    tools: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
+    options: Any = {
+        "tools": tools, "model": "base", "max_output_tokens": 400, "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": False}, "seed": 3},
+    }  # fmt: skip
+    responses: Any = client_of("qwen3").responses
+    whole = responses.create(input="How is the weather?", **options)
+    [call] = whole.output
+    assert (call.type, call.name, whole.status) == ("function_call", "weather", "completed")
+    jsonschema.validate(json.loads(call.arguments), WEATHER)
+
+    events = list(responses.create(input="How is the weather?", stream=True, **options))
+    deltas = [each.delta for each in events if each.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+    assert len(deltas) > 3, "arguments come in pieces"
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert [each.arguments for each in last.response.output] == [call.arguments]
+    assert [each.type for each in events if each.type != "response.function_call_arguments.delta"] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.function_call_arguments.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+    history: Any = [{"role": "user", "content": "How is the weather?"}, *whole.output, result]
+    after = responses.create(input=history, **{**options, "tool_choice": "auto", "max_output_tokens": 5})
+    assert after.usage.input_tokens > whole.usage.input_tokens
+    assert (after.status, after.incomplete_details.reason) == ("incomplete", "max_output_tokens")

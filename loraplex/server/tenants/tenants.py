@@ -35,9 +35,13 @@ class Tenants:
     def find(self, key: bytes) -> Access | None:
         """Return what the holder of a key may do; None for an unknown key, or one that has expired."""
         name = self._ring.find(key)
-        if name is None:
+        return None if name is None else self.access(name)
+
+    def access(self, name: str) -> Access | None:
+        """Return what a tenant may do; None if there is none of that name."""
+        tenant = self._file.tenants.get(name)
+        if tenant is None:
             return None
-        tenant = self._file.tenants[name]
         shares = self._file.shares_prefix_cache
         salt = "" if shares else tenant.name
         return Access(tenant, self.account(tenant), cache_salt=salt, slos=self._file.adapter_slos)
