@@ -285,9 +285,10 @@ def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) ->
     other = make(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
     assert "was trained on the profile" in words_of(other)
     with_limit = make(*asked, "--profile", SLOTS, *LENGTHS, "--slo-ttft", "1s")
-    assert "leave --surrogate out, and the twin judges" in words_of(with_limit)
+    assert "leave it out, and the twin judges" in words_of(with_limit)
     ours = make(*asked, "--profile", OURS, *LENGTHS)
-    assert "leave --surrogate out" in words_of(ours)
+    assert (with_limit.exit_code, ours.exit_code) == (2, 2)
+    assert "of one without; leave it out" in words_of(ours)
 
 
 def test_a_packer_that_is_much_quicker_on_as_many_gpus_is_pointed_out() -> None:
