@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -212,13 +213,18 @@ def _header_of(simulated: Simulated, points: Sequence[GridPoint]) -> dict[str, A
     return {
         "version": VERSION,
         "kind": KIND,
-        "loraplex": version("loraplex"),
+        "loraplex": _release(),
         "trained_on": simulated.trained_on.as_json(),
         "seed": simulated.seed,
         "grid": hashlib.sha256(repr(points).encode()).hexdigest(),
         "units": _UNITS,
         "columns": list(_COLUMNS),
     }
+
+
+def _release() -> str:
+    """Return the release of this package; the commits of a clone after it resume each other's datasets."""
+    return re.split(r"\.(?:post|dev)|\+", version("loraplex"), maxsplit=1)[0]
 
 
 def _resume(path: Path, file: BinaryIO, header: dict[str, Any]) -> tuple[int, int | None]:

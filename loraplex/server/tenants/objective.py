@@ -1,4 +1,4 @@
-"""Whether the requests of a tenant reach their objectives: those of the adapter, or else of the tenant."""
+"""Counts how many requests of a tenant reach their objectives: those of the adapter, or else of the tenant."""
 
 from __future__ import annotations
 
