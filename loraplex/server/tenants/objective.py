@@ -1,4 +1,4 @@
-"""Counts how many requests of a tenant reach their objectives: those of the adapter, or else of the tenant."""
+"""Counts how many requests of a tenant reach their objectives: the adapter's, or else the tenant's."""
 
 from __future__ import annotations
 
