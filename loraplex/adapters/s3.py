@@ -225,6 +225,9 @@ def _download_one(client: Any, folder: S3Folder, key: str, wanted: _Object, path
                 )
                 if answer["ETag"] != wanted.etag:  # a store that does not know If-Match
                     raise _ChangedError
+                if not answer.get("ContentRange", "").startswith(f"bytes {begin}-"):
+                    file.seek(0)  # a store that does not know Range sends all of it again
+                    file.truncate()
                 _copy(answer["Body"], file, wanted.num_bytes)
             except ClientError as error:
                 if error.response["ResponseMetadata"]["HTTPStatusCode"] in (404, 412, 416):

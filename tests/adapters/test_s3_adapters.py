@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -226,6 +227,24 @@ def test_a_broken_connection_is_gone_on_with(
     folder = fetch_s3(PIRATE)
     assert num_broken == 2
     assert (folder / WEIGHTS_FILE).read_bytes() == (adapter / WEIGHTS_FILE).read_bytes()
+
+
+def test_a_store_that_sends_all_again_after_a_break(tmp_path: Path) -> None:
+    class Body(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if len(asked) == 1 and self.tell() > 0:
+                raise ReadTimeoutError(endpoint_url="http://store")
+            return super().read(3)
+
+    class Store:
+        def get_object(self, **options: str) -> dict[str, Any]:
+            asked.append(options["Range"])
+            return {"ETag": "e", "Body": Body(b"0123456789")}
+
+    asked: list[str] = []
+    wanted = s3._Object("e", 10)
+    s3._download_one(Store(), S3Folder("bucket", "folder"), "folder/key", wanted, tmp_path / "file")
+    assert (asked, (tmp_path / "file").read_bytes()) == (["bytes=0-", "bytes=3-"], b"0123456789")
 
 
 def nothing(bucket: Bucket, files: dict[str, bytes]) -> None:

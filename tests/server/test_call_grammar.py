@@ -92,6 +92,9 @@ def test_strict_calls_may_follow_text(tmp_path: Path, style: str, has_marks: boo
     if style != "llama3_json":  # whose calls are no calls behind text
         assert language.has("Look:\n" + written(style, OSLO))
         assert not language.has("Look:\n" + written(style, WRONG))
+    else:
+        for before in ("<|python_tag|>", "Look: <|python_tag|>"):  # after it, text is read as a call
+            assert not language.has(before + written(style, WRONG))
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -6,6 +6,7 @@ A mark that is one token of the vocabulary is written by its id: text never matc
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -77,11 +78,15 @@ class CallGrammar:
                     rules += [f"answer: (head body){{0,{most}}} TEXT", *self._text_up_to("head", begin)]
                     return rules
             case ToolFormat.LLAMA3_JSON:
-                # Models without the mark in their vocabulary do without it.
-                mark = "" if self.token_id(begin) is None else f"{self._mark(begin)}? "
+                # Models without the mark in their vocabulary do without it, also in other text: whatever comes
+                # after it would be read as a call.
+                mark, prose = f"{self._mark(begin)}? ", "PROSE"
+                if self.token_id(begin) is None:
+                    mark, prose = "", "UNMARKED"
+                    rules.append(f"UNMARKED: PROSE & ~/(.|\\n)*{re.escape(begin)}(.|\\n)*/")
                 separated = '"; " one'
                 rules.append(f"calls: {mark}one {_more(separated, most)}")
-                free = "PROSE" if free == "TEXT" else free
+                free = prose if free == "TEXT" else free
             case ToolFormat.MISTRAL:
                 body = f'SPACES "[" one {_more(_LISTED, most)} "]"'
                 if self.uses_name_marks:

@@ -210,7 +210,7 @@ async function change(path, body, { button, shownIn, during }) {
     return true;
   } catch (error) {
     problem(shownIn, error);
-    const isKey = error.status === 401 || error.code === "admin_only" || error.body?.error?.code === "admin_only";
+    const isKey = error.status === 401 || error.body?.error?.code === "admin_only";
     if (isKey && overview?.has_admin_key) askForKeys(keys().admin ? explain(error) : "Changing adapters needs the admin key.");
     return false;
   } finally {

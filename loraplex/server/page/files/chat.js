@@ -86,7 +86,7 @@ class Column {
     const shared = { model, stream: true, stream_options: { include_usage: true }, ...sampling };
     if (!server?.has_chat) return ["v1/completions", { ...shared, prompt: asked.content }];
     const begin = system ? [{ role: "system", content: system }] : [];
-    return ["v1/chat/completions", { ...shared, separate_reasoning: false, messages: [...begin, ...this.messages, asked] }];
+    return ["v1/chat/completions", { ...shared, messages: [...begin, ...this.messages, asked] }];
   }
 
   take(chunk, { text, reasoning }, timing) {

@@ -155,8 +155,12 @@ export async function update(latest) {
   found.clear();
   if (before && before.tiers.length === map.tiers.length) mark(before, map);
   if (map.tiers.length <= MOST_CHIPS) {
-    const { data } = await get("v1/adapters", { limit: MOST_CHIPS }).catch(() => ({ data: [] }));
-    names = data.map((each) => each.name);
+    const answer = await get("v1/adapters", { limit: MOST_CHIPS }).catch(() => null);
+    if (answer === null) {
+      map = null; // the next look gets all of it again
+      return;
+    }
+    names = answer.data.map((each) => each.name);
   } else names = [];
   namesOf = map;
   show();
