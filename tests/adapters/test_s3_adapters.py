@@ -242,8 +242,9 @@ def test_a_store_that_sends_all_again_after_a_break(tmp_path: Path) -> None:
             return {"ETag": "e", "Body": Body(b"0123456789")}
 
     asked: list[str] = []
-    wanted = s3._Object("e", 10)
-    s3._download_one(Store(), S3Folder("bucket", "folder"), "folder/key", wanted, tmp_path / "file")
+    wanted = s3._Object(etag="e", num_bytes=10)
+    folder = S3Folder(bucket="bucket", prefix="folder")
+    s3._download_one(Store(), folder, "folder/key", wanted, tmp_path / "file")
     assert (asked, (tmp_path / "file").read_bytes()) == (["bytes=0-", "bytes=3-"], b"0123456789")
 
 

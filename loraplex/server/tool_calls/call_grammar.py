@@ -78,7 +78,7 @@ class CallGrammar:
                     rules += [f"answer: (head body){{0,{most}}} TEXT", *self._text_up_to("head", begin)]
                     return rules
             case ToolFormat.LLAMA3_JSON:
-                # Models without the mark in their vocabulary do without it, also in other text: whatever comes
+                # Models without the mark in their vocabulary do without it, also in other text: what comes
                 # after it would be read as a call.
                 mark, prose = f"{self._mark(begin)}? ", "PROSE"
                 if self.token_id(begin) is None:
