@@ -61,6 +61,11 @@ def _children(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
+        if folder.parts[:1] == ("s3:",):
+            raise AdapterError(
+                "--adapters takes folders of this machine; name each adapter of a bucket with "
+                "--adapter NAME=s3://bucket/prefix"
+            ) from None
         raise AdapterError(f"the adapter folder {folder} does not exist; create it or name another") from None
     except NotADirectoryError:
         raise AdapterError(f"{folder} is a file; name the folder whose subfolders are the adapters") from None

@@ -330,7 +330,10 @@ def one_model(model: str | None, named: str | None) -> str:
     """Return the model, which is given as an argument or as an option. Raises a usage error otherwise."""
     if (model is None) == (named is None):
         what = "the model is missing" if model is None else f"there are two models, {model} and {named}"
-        raise typer.BadParameter(f"{what}; give one, such as: loraplex serve MODEL", param_hint="MODEL")
+        raise typer.BadParameter(
+            f"{what}; give one: a folder or a repository, also with --backend, for its tokenizer",
+            param_hint="MODEL",
+        )
     found = model or named
     assert found is not None
     return found
@@ -342,7 +345,8 @@ def parse_adapters(texts: Sequence[str] | None) -> dict[str, str]:
     for text in texts or ():
         name, equals, source = text.partition("=")
         if not equals or not source:
-            raise typer.BadParameter(f"{text!r} is not NAME=SOURCE", param_hint="--adapter")
+            example = f"{name}=SOURCE" if equals else f"{text.rstrip('/').rpartition('/')[2]}={text}"
+            raise typer.BadParameter(f"{text!r} is not NAME=SOURCE; write {example}", param_hint="--adapter")
         try:
             validate_adapter_name(name)
         except InvalidRequestError as error:

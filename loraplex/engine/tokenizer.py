@@ -144,7 +144,8 @@ class Tokenizer:
         if any(map(_is_about_tools, messages)) and not self.template_knows_tools:
             raise InvalidRequestError(
                 "this model's chat template does not know tools: leave out messages with tool_calls and "
-                "those of the role 'tool', or put a template that knows them into its tokenizer_config.json",
+                "those of the role 'tool', or put a template that knows them into the model's folder as "
+                "chat_template.jinja",
                 param="messages",
             )
         options = dict(template_options or {})

@@ -97,6 +97,7 @@ class Announcer:
         show = self._console.print
         url = f"http://{_reachable(host)}:{port}"
         show(f"\nloraplex is ready at {url}/v1", style="bold green")
+        show(f"  page        {url}/", markup=False)
         show(f"  base model  {base_model}", markup=False)
         show(f"  adapters    {_summary(adapters)}", markup=False)
         if replicas is not None:

@@ -165,7 +165,7 @@ def _format(template: str, options: ChatOptions) -> ToolFormat:
     if "tools" not in template:
         raise InvalidRequestError(
             "this model's chat template does not know tools: leave them out, or put a template that knows "
-            "them into its tokenizer_config.json",
+            "them into the model's folder as chat_template.jinja",
             param="tools",
         )
     found = options.tool_format(template)

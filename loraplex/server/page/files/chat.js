@@ -148,6 +148,15 @@ function add(model) {
   arranged();
 }
 
+/** Return the model that no column has yet: an adapter, or the base model, or none. */
+async function unused() {
+  const taken = new Set(columns.map((column) => column.model));
+  const found = await get("v1/adapters", { order: "requests", limit: MAX_COLUMNS }).catch(() => ({ data: [] }));
+  const names = found.data.map((each) => each.name);
+  if (server?.uses_base) names.push(server.model);
+  return names.find((name) => !taken.has(name)) ?? "";
+}
+
 function remove(column) {
   column.abort?.abort();
   columns.splice(columns.indexOf(column), 1);
@@ -249,8 +258,8 @@ export function wire() {
   });
   $("stop").addEventListener("click", () => columns.forEach((column) => column.abort?.abort()));
   $("clear").addEventListener("click", () => columns.forEach((column) => column.empty()));
-  $("add-column").addEventListener("click", () => {
-    add("");
+  $("add-column").addEventListener("click", async () => {
+    add(await unused());
     remember();
     columns.at(-1).input.focus();
   });
