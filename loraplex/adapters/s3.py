@@ -175,6 +175,10 @@ def _look_up(client: Any, folder: S3Folder) -> dict[str, _Object]:
             if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
                 raise _missing(client, folder, name) from error
             raise
+        if not head.get("ETag") or head.get("ContentLength") is None:
+            raise AdapterFetchError(
+                f"the store of {folder.place} does not answer as S3 does; check AWS_ENDPOINT_URL_S3"
+            )
         found[name] = _Object(etag=head["ETag"], num_bytes=head["ContentLength"])
     config_bytes = found[CONFIG_FILE].num_bytes
     if config_bytes > MAX_CONFIG_BYTES:
@@ -223,7 +227,7 @@ def _download_one(client: Any, folder: S3Folder, key: str, wanted: _Object, path
                 answer = client.get_object(
                     Bucket=folder.bucket, Key=key, IfMatch=wanted.etag, Range=f"bytes={begin}-"
                 )
-                if answer["ETag"] != wanted.etag:  # a store that does not know If-Match
+                if answer.get("ETag") != wanted.etag:  # a store that does not know If-Match
                     raise _ChangedError
                 if not answer.get("ContentRange", "").startswith(f"bytes {begin}-"):
                     file.seek(0)  # a store that does not know Range sends all of it again

@@ -11,17 +11,21 @@ Values become the defaults of the options, so they are parsed and checked like t
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import select
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Final, Union, get_args, get_origin, get_type_hints
 
 from loraplex.core.errors import UserError
 
 MAX_FILE_BYTES: Final = 1 << 20
+_WAIT_S: Final = 10.0
 
 _HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(r"""\s*["']?([\w-]+)["']?\s*=""")
@@ -106,9 +110,20 @@ def option_kinds(command: Any) -> dict[str, Any]:
     return {name: option_kind(each) for name, each in get_type_hints(command).items() if name != "return"}
 
 
+def _open(path: Path) -> BinaryIO:
+    """Open a file, or a pipe that somebody writes to."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a pipe waits for a writer
+    file = os.fdopen(descriptor, "rb")
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not select.select([file], [], [], _WAIT_S)[0]:
+        file.close()
+        raise ConfigError(f"nothing is written to the pipe {path}; name a file, or write to it")
+    os.set_blocking(descriptor, True)
+    return file
+
+
 def _read_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}; create it, or name another") from None

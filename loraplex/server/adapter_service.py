@@ -316,7 +316,6 @@ class AdapterService:
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:
-        self.files.remote.close()
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)

@@ -6,7 +6,9 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 from loraplex.adapters.remote import AllowedSources, RemoteSource, fetch_adapter
@@ -24,7 +26,7 @@ class RemoteAdapters:
     ) -> None:
         self.allowed = allowed or AllowedSources()
         self._fetch = fetch
-        self._threads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="fetch-adapter")
+        self._slots = asyncio.Semaphore(_MAX_DOWNLOADS)
 
     def within(self, allowed: AllowedSources) -> RemoteAdapters:
         """Return the same with other allowed sources; it shares the downloads, and is not closed."""
@@ -34,7 +36,32 @@ class RemoteAdapters:
 
     async def fetch(self, source: RemoteSource) -> Path:
         """Fetch a source and return the adapter's folder. Raises AdapterError."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, source)
+        await self._slots.acquire()
+        loop = asyncio.get_running_loop()
+        fetched: asyncio.Future[Path] = loop.create_future()
+
+        def settle(path: Path | None, error: BaseException | None) -> None:
+            self._slots.release()  # only now: whoever waits may have gone, the download has not
+            if fetched.cancelled():
+                return
+            if path is not None:
+                fetched.set_result(path)
+            else:
+                assert error is not None
+                fetched.set_exception(error)
+
+        def run() -> None:
+            path, failure = None, None
+            try:
+                path = self._fetch(source)
+            except BaseException as error:  # raised where it is awaited
+                failure = error
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(settle, path, failure)
+
+        # As a daemon: a store that does not answer must not keep the server from ending.
+        Thread(target=run, name="fetch-adapter", daemon=True).start()
+        return await fetched
 
     def fetch_many(self, sources: Sequence[RemoteSource]) -> list[Path | AdapterError]:
         """Fetch sources from synchronous code; return for each, in order, its folder or the error."""
@@ -45,8 +72,5 @@ class RemoteAdapters:
             except AdapterError as error:
                 return error
 
-        return list(self._threads.map(fetch_one, sources))
-
-    def close(self) -> None:
-        """Begin no more downloads; those in progress end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="fetch-adapter") as threads:
+            return list(threads.map(fetch_one, sources))

@@ -14,10 +14,12 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.engine.prompt_encoder import MAX_TEXT_CHARS
 from loraplex.server.child_python import interrupts_blocked, same_python
+from loraplex.server.errors import BusyError
 from loraplex.server.template_child import HEAD
 
 _START_S: Final = 60.0
 _TIMEOUT_S: Final = 2.0
+_MAX_WAITING: Final = 4
 _PARAM: Final = "chat_template"
 
 
@@ -28,6 +30,7 @@ class RequestTemplates:
     def __init__(self, *, timeout_s: float = _TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
+        self._num_waiting = 0
         self._process: Process | None = None
 
     async def render(
@@ -40,7 +43,7 @@ class RequestTemplates:
         variables: Mapping[str, Any],
     ) -> str:
         """Return the prompt. Raises InvalidRequestError if the template fails, or takes too much time or
-        memory."""
+        memory, and BusyError if too many wait."""
         request = {
             "template": template,
             "messages": messages,
@@ -49,9 +52,18 @@ class RequestTemplates:
             "variables": variables,
             "max_chars": MAX_TEXT_CHARS,
         }
+        if self._num_waiting >= _MAX_WAITING:
+            raise BusyError("too many chat templates of requests wait to be rendered; send it again later")
+        self._num_waiting += 1
+        try:
+            return await self._render(json.dumps(request).encode())
+        finally:
+            self._num_waiting -= 1
+
+    async def _render(self, request: bytes) -> str:
         async with self._turn:
             try:
-                answer = await self._ask(await self._started(), json.dumps(request).encode())
+                answer = await self._ask(await self._started(), request)
             except TimeoutError:
                 await self.close()
                 raise _refused(f"it takes longer than {self._timeout_s:g} seconds") from None

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -63,6 +64,18 @@ class RequestTrace:
         return bool(self.span.is_recording())
 
 
+class _BriefSession(requests.Session):
+    """Reads nothing of a collector's answer but its head: one without end would fill the memory."""
+
+    def post(self, *args: Any, **options: Any) -> requests.Response:
+        answer = super().post(*args, **{**options, "stream": True})
+        answer.close()
+        head = requests.Response()
+        head.status_code, head.reason, head.headers = answer.status_code, answer.reason, answer.headers
+        head._content = b""
+        return head
+
+
 class Traces:
     """Makes spans and sends them. `clock`: that of the records whose times it gets."""
 
@@ -74,7 +87,7 @@ class Traces:
         attributes = {SERVICE_VERSION: loraplex.__version__}
         if "OTEL_SERVICE_NAME" not in os.environ:
             attributes[SERVICE_NAME] = "loraplex"
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url, session=_BriefSession()))
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("loraplex", loraplex.__version__)

@@ -248,6 +248,15 @@ def test_a_store_that_sends_all_again_after_a_break(tmp_path: Path) -> None:
     assert (asked, (tmp_path / "file").read_bytes()) == (["bytes=0-", "bytes=3-"], b"0123456789")
 
 
+def test_a_store_that_is_none() -> None:
+    class Store:
+        def head_object(self, **_: str) -> dict[str, Any]:
+            return {"ContentLength": 3}
+
+    with pytest.raises(AdapterFetchError, match="does not answer as S3 does; check AWS_ENDPOINT_URL_S3"):
+        s3._look_up(Store(), S3Folder(bucket="bucket", prefix="folder"))
+
+
 def nothing(bucket: Bucket, files: dict[str, bytes]) -> None:
     """The prefix has no objects."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from loraplex.cli import fleet_live, serve
+from loraplex.cli import config_file, fleet_live, serve
 from loraplex.cli.main import app
 from loraplex.server.run import ServeOptions
 
@@ -152,6 +153,16 @@ def test_a_wrong_file_is_refused_with_the_place(
     result = run("serve", "m", "--config", write(text))
     assert (result.exit_code, started) == (2, [])
     assert says in result.output
+
+
+def test_a_pipe_that_nobody_writes_to(
+    tmp_path: Path, started: list[ServeOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_file, "_WAIT_S", 0.0)
+    os.mkfifo(tmp_path / "pipe")
+    result = run("serve", "m", "--config", str(tmp_path / "pipe"))
+    assert (result.exit_code, started) == (2, [])
+    assert "nothing is written to the pipe" in result.output
 
 
 def test_a_missing_file_is_no_empty_one(tmp_path: Path, started: list[ServeOptions]) -> None:

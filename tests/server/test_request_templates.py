@@ -10,6 +10,7 @@ import pytest
 from server_fixtures import USER, Api
 from serving_fakes import tiny_tokenizer
 
+from loraplex.server.errors import BusyError
 from loraplex.server.request_templates import RequestTemplates
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -78,3 +79,19 @@ def test_tools_are_refused_by_a_template_that_does_not_know_them(trusting: Api) 
     tools = [{"function": {"name": "f"}}]
     body = {"model": "base", "messages": USER, "chat_template": "x", "tools": tools}
     assert trusting.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
+
+
+def test_few_wait_for_a_template_and_others_are_told_to_come_again() -> None:
+    async def scenario() -> None:
+        templates = RequestTemplates()
+
+        async def render() -> str:
+            return await templates.render("x", [], tools=(), add_generation_prompt=True, variables={})
+
+        found = await asyncio.gather(*(render() for _ in range(6)), return_exceptions=True)
+        assert found[:4] == ["x"] * 4
+        assert [type(each) for each in found[4:]] == [BusyError] * 2
+        assert await render() == "x"
+        await templates.close()
+
+    asyncio.run(scenario())

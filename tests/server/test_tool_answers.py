@@ -201,9 +201,20 @@ def test_reasoning_may_have_begun_or_ended_in_the_prompt(tool_api: ToolApi) -> N
         ({"tools": TOOLS * 129}, "tools", "length <= 128"),
         ({"tools": "all"}, "tools", "Expected `array"),
         (
-            {"tools": [{"function": {"name": "f", "parameters": {"type": "no"}}}], "tool_choice": "required"},
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"properties": 1}}}],
+                "tool_choice": "required",
+            },
             "tools[0].function.parameters",
             "correct the JSON schema",
+        ),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+            "its type is to be 'object'",
         ),
         ({"guided_regex": "a"}, "guided_regex", "does not go with tools"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos", "does not go with tools"),

@@ -144,7 +144,7 @@ def argument_schema(parameters: Mapping[str, Any] | None) -> str:
     """Return the schema of a function's arguments, which are an object."""
     if parameters is None:
         return json_schema('{"type": "object", "properties": {}, "additionalProperties": false}')
-    return json_schema(json.dumps({"type": "object", **parameters}, ensure_ascii=False))
+    return json_schema(json.dumps({**parameters, "type": "object"}, ensure_ascii=False))
 
 
 def json_schema(text: str) -> str:

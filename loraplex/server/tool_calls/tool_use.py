@@ -73,6 +73,14 @@ class ToolUse:
         tools, answer = self._with_grammar, params.structured_output
         if not tools and answer is None:
             return params
+        for place, tool in enumerate(self.tools):
+            kind = (tool.function.parameters or {}).get("type", "object")
+            if kind != "object":
+                raise InvalidRequestError(
+                    "the parameters of a tool are an object; correct the JSON schema of "
+                    f"{tool.function.name!r}: its type is to be 'object'",
+                    param=f"tools[{place}].function.parameters",
+                )
         answer_schema = None if answer is None else _schema_of_answer(answer)
         try:
             grammar = CallGrammar(
