@@ -120,7 +120,7 @@ class FairShare:
         self._policies: Mapping[str, TenantPolicy] = {}
         self._counters: dict[str, float] = {}
         self._last_waited = NO_TENANT
-        self._has_order = False
+        self._num_special = 0  # requests present that have a priority or an SLO
 
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants; those without have a share of 1."""
@@ -149,16 +149,14 @@ class FairShare:
 
     @property
     def is_shared(self) -> bool:
-        """Return whether there has been more than one tenant, or a request with a priority or an SLO."""
-        return self._has_order or self.has_many
+        """Return whether there has been more than one tenant, or there is a request with a priority or an
+        SLO."""
+        return self._num_special > 0 or self.has_many
 
     def makes_shared(self, request: EngineRequest) -> bool:
         """Return whether `is_shared` holds with this request."""
         is_new = bool(self._counters) and request.tenant not in self._counters
-        return self.is_shared or is_new or self._is_special(request)
-
-    def _is_special(self, request: EngineRequest) -> bool:
-        return request.priority != 0 or self.slo_ttft_s(request) is not None
+        return self.is_shared or is_new or _is_special(request, self.slo_ttft_s(request))
 
     def counter(self, tenant: str) -> float:
         """Return the service that a tenant got so far, per unit of its share."""
@@ -171,7 +169,7 @@ class FairShare:
     ) -> None:
         """Record that a request arrives. `waiting`: the tenants that wait already."""
         tenant = request.request.tenant
-        self._has_order |= self._is_special(request.request)
+        self._num_special += _is_special(request.request, request.slo_ttft_s)
         if tenant in self._counters and (tenant in waiting or not self.has_many):
             return
         self._counters.setdefault(tenant, 0.0)
@@ -207,6 +205,14 @@ class FairShare:
         """Record that a tenant has nothing waiting any more."""
         self._last_waited = tenant
 
+    def ended(self, request: RequestState) -> None:
+        """Record that a request has left the engine."""
+        self._num_special -= _is_special(request.request, request.slo_ttft_s)
+
     def _charge(self, request: RequestState, cost: float) -> None:
         tenant = request.request.tenant
         self._counters[tenant] = self.counter(tenant) + cost / self.share(tenant)
+
+
+def _is_special(request: EngineRequest, slo_ttft_s: float | None) -> bool:
+    return request.priority != 0 or slo_ttft_s is not None

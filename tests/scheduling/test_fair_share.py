@@ -184,6 +184,19 @@ def test_a_request_of_a_lower_priority_overtakes_those_of_its_own_tenant_alone()
     assert bench.begun_in(late, other, first) == [other, first, late]
 
 
+@pytest.mark.parametrize("special", [{"priority": 1}, {"slo_ttft_s": 9.0}])
+def test_an_order_is_kept_only_while_requests_ask_for_one(special: dict[str, Any]) -> None:
+    bench = Bench(max_running=2)
+    fair = bench.scheduler.fair
+    bench.add(output=3)
+    for ends in (bench.scheduler.cancel, lambda _: bench.run()):
+        request_id = bench.add(**special)
+        assert fair.is_shared
+        bench.step()
+        ends(request_id)
+        assert not fair.is_shared
+
+
 def test_without_tenants_a_priority_is_the_order_as_in_vllm() -> None:
     bench = Bench(max_running=1)
     bench.add(request_id="runs")
