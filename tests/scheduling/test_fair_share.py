@@ -189,12 +189,13 @@ def test_an_order_is_kept_only_while_requests_ask_for_one(special: dict[str, Any
     bench = Bench(max_running=2)
     fair = bench.scheduler.fair
     bench.add(output=3)
-    for ends in (bench.scheduler.cancel, lambda _: bench.run()):
-        request_id = bench.add(**special)
-        assert fair.is_shared
-        bench.step()
-        ends(request_id)
-        assert not fair.is_shared
+    bench.scheduler.cancel(bench.add(**special))
+    assert not fair.is_shared
+    bench.add(**special)
+    bench.step()
+    assert fair.is_shared
+    bench.run()
+    assert not fair.is_shared
 
 
 def test_without_tenants_a_priority_is_the_order_as_in_vllm() -> None:
