@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -18,6 +19,7 @@ from loraplex.core.errors import UserError
 
 _SECRETS: Final = frozenset({"api_key", "admin_key", "backend_key", "backend_admin_key"})
 _MASK: Final = "****"
+_LOGIN: Final = re.compile(r"^([^:/]+://)[^/?#]*@")
 _AS_JSON: Final = "--json"
 _NOT_OPTIONS: Final = frozenset({"config", "help"})
 # Variables that Kubernetes sets for a service of the same name.
@@ -110,14 +112,12 @@ def _shown(name: str, value: Any) -> Any:
         return _MASK
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return _without_password(str(value))
+    return _without_login(str(value))
 
 
-def _without_password(text: str) -> str:
-    scheme, separator, rest = text.partition("://")
-    login, at, host = rest.partition("@")
-    has_password = separator and at and ":" in login and "/" not in login
-    return f"{scheme}://{login.partition(':')[0]}:{_MASK}@{host}" if has_password else text
+def _without_login(text: str) -> str:
+    """Return a URL without its user and password: either may be a secret."""
+    return _LOGIN.sub(rf"\g<1>{_MASK}@", text)
 
 
 def _text(value: Any) -> str:

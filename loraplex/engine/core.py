@@ -25,7 +25,7 @@ from loraplex.engine.compilation import GrammarCompilation
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
 from loraplex.engine.grammars import AnswerGrammar, Grammars
 from loraplex.engine.phase_clock import PhaseClock
-from loraplex.perf.cost_model import CostKind, CostModel
+from loraplex.perf.cost_model import CostKind
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -61,7 +61,7 @@ class Engine:
         memory: Memory,
         executor: Executor,
         costs: DriftWatch | None = None,
-        request_costs: CostModel | None = None,
+        request_costs: DriftWatch | None = None,
         grammars: Grammars | None = None,
         count_workers: Callable[[], int] | None = None,
         load_deadline_s: float = LOAD_DEADLINE_S,

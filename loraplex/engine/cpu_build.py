@@ -104,7 +104,7 @@ def build_cpu_engine(
         executor = start_parallel(
             build, count=num_shards, device="cpu", num_threads=num_threads, report=report
         )
-    costs = known_costs(config.shape, "cpu", dtype)
+    costs = DriftWatch(known_costs(config.shape, "cpu", dtype))
     return Engine(
         config=SchedulerConfig(
             max_model_len=plan.max_model_len,
@@ -123,7 +123,7 @@ def build_cpu_engine(
         ),
         executor=executor,
         grammars=Grammars.of_model(Path(options.model), config),
-        costs=DriftWatch(costs) if options.batching.needs_costs else None,
+        costs=costs if options.batching.needs_costs else None,
         request_costs=costs,
     )
 

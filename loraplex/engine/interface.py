@@ -107,8 +107,8 @@ class AsyncEngine(Protocol):
         ...
 
     def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
-        """Replace the shares, priorities and objectives of tenants, for requests that are waiting as for
-        later ones. They outlive the engine's process."""
+        """Replace the rights of tenants: shares and priorities for requests that are waiting, too, objectives
+        for later ones only. They outlive the engine's process."""
         ...
 
     async def stats(self) -> EngineStats: ...

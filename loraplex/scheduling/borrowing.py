@@ -44,6 +44,9 @@ class Borrowing:
         self._memory = memory
         self._costs = costs
         self._means: dict[str, float] = {}
+        self._shares: dict[str, float] = {}  # of the tenants that use the engine
+        self._sum_means = 0.0  # of these, as the sum of their shares
+        self._sum_shares = 0.0
         self._now_s = 0.0
 
     def observe(self, counts: Counter[str], now_s: float) -> None:
@@ -55,16 +58,22 @@ class Borrowing:
             self._means[tenant] = mean + weight * (counts[tenant] - mean)
             if self._means[tenant] < _LEAST and counts[tenant] == 0:
                 del self._means[tenant]
+        self._shares = {each: self._fair.share(each) for each, mean in self._means.items() if mean >= _LEAST}
+        self._sum_means = sum(map(self._means.__getitem__, self._shares))
+        self._sum_shares = sum(self._shares.values())
 
     def may_run(self, request: RequestState, running: Sequence[RequestState]) -> bool:
         """Return whether a waiting request may join those that run."""
         tenant = request.request.tenant
-        others = {each: mean for each, mean in self._means.items() if each != tenant and mean >= _LEAST}
-        if not others:
+        mean = self._means.get(tenant, 0.0)
+        own_share = self._shares.get(tenant, 0.0)
+        # Next to a share that is larger by sixteen digits, the others' sum is lost.
+        others_share = self._sum_shares - own_share
+        if others_share <= 0:
             return True
-        share = self._fair.share(tenant) / sum(map(self._fair.share, others))
-        due = max(share * sum(others.values()), 1.0)
-        if self._means.get(tenant, 0.0) <= _BURST * due:
+        others_mean = self._sum_means - (mean if own_share else 0.0)
+        due = max(self._fair.share(tenant) / others_share * others_mean, 1.0)
+        if mean <= _BURST * due:
             return True
         own = [each for each in running if each.request.tenant == tenant]
         num_due = math.ceil(due)

@@ -54,7 +54,7 @@ class _Line:
     def in_order(self, selected: Collection[RequestState], now_s: float) -> Iterator[RequestState]:
         """Yield the requests. `selected`: those that grouped admission has put in front."""
         oldest = next(iter(self.late), None)
-        if oldest is not None and not _is_patient(oldest, now_s):
+        if oldest is not None and not _has_waited_long(oldest, now_s):
             oldest = None
         if oldest is not None:
             yield oldest
@@ -69,7 +69,7 @@ class _Line:
                 yield request
 
 
-def _is_patient(request: RequestState, now_s: float) -> bool:
+def _has_waited_long(request: RequestState, now_s: float) -> bool:
     """Return whether a request whose SLO is lost has waited for so long that it comes first again."""
     return now_s - request.queued_s > _PATIENCE * (request.slo_ttft_s or 0.0)
 

@@ -22,11 +22,10 @@ from typing import Final, NamedTuple
 from loraplex.core.request import EngineRequest
 from loraplex.core.tenants import NO_TENANT, TenantPolicy
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.request_state import RequestState
 
-_PROMPT_WEIGHT: Final = 1.0
-_OUTPUT_WEIGHT: Final = 2.0
 _PROMPT: Final = 512
 """Tokens of the prompts, and positions of the decodes, whose steps the costs of a token are taken from."""
 _NUM_PROMPTS: Final = 4
@@ -43,15 +42,20 @@ class _Rates(NamedTuple):
     prompt_pair: float = 0.0
 
 
+_IN_TOKENS: Final = _Rates(prompt=1.0, output=2.0)
+"""The weights of the paper."""
+
+
 class RequestCosts:
     """The costs of requests in predicted seconds; in tokens without a cost model (`is_seconds` is False)."""
 
-    def __init__(self, model: CostModel | None, num_bytes: Callable[[str], int]) -> None:
+    def __init__(self, costs: DriftWatch | None, num_bytes: Callable[[str], int]) -> None:
         """`num_bytes`: returns the bytes of a version's weights; 0 if it is unknown."""
-        self._model = model
+        self._costs = costs
         self._num_bytes = num_bytes
         self._rates: dict[int, _Rates] = {}  # by bytes of the adapter: few different ones
-        self.is_seconds: Final = model is not None
+        self._rated: CostModel | None = None  # the model that the rates are of
+        self.is_seconds: Final = costs is not None
 
     def prompt(self, version: str | None, num_tokens: int, start: int = 0) -> float:
         """Return the cost of computing so many tokens of a prompt after the first `start`."""
@@ -66,28 +70,32 @@ class RequestCosts:
 
     def load(self, version: str) -> float:
         """Return the cost of loading an adapter."""
-        return 0.0 if self._model is None else self._model.copy_s(self._num_bytes(version))
+        return 0.0 if self._costs is None else self._costs.model.copy_s(self._num_bytes(version))
 
     def _rates_of(self, version: str | None) -> _Rates:
+        if self._costs is None:
+            return _IN_TOKENS
+        model = self._costs.model
+        if model is not self._rated:
+            self._rates.clear()
+            self._rated = model
         num_bytes = 0 if version is None else self._num_bytes(version)
         rates = self._rates.get(num_bytes)
         if rates is None:
-            rates = self._rates[num_bytes] = self._new_rates(num_bytes)
+            rates = self._rates[num_bytes] = _rates_by(model, num_bytes)
         return rates
 
-    def _new_rates(self, num_bytes: int) -> _Rates:
-        model = self._model
-        if model is None:
-            return _Rates(_PROMPT_WEIGHT, _OUTPUT_WEIGHT)
-        num_tokens = _NUM_PROMPTS * _PROMPT
-        pair = model.step.terms.prompt_pair_s * model.corrections.step
-        prompts_s = model.step_s(_with_adapters(StepFeatures(0, _NUM_PROMPTS, num_tokens), num_bytes))
-        near, far = (
-            model.step_s(_with_adapters(StepFeatures(_NUM_DECODES, 0, 0, _NUM_DECODES * at), num_bytes))
-            for at in (_PROMPT, 2 * _PROMPT)
-        )
-        position = (far - near) / (_NUM_DECODES * _PROMPT)
-        return _Rates(prompts_s / num_tokens, near / _NUM_DECODES - position * _PROMPT, position, pair)
+
+def _rates_by(model: CostModel, num_bytes: int) -> _Rates:
+    num_tokens = _NUM_PROMPTS * _PROMPT
+    pair = model.step.terms.prompt_pair_s * model.corrections.step
+    prompts_s = model.step_s(_with_adapters(StepFeatures(0, _NUM_PROMPTS, num_tokens), num_bytes))
+    near, far = (
+        model.step_s(_with_adapters(StepFeatures(_NUM_DECODES, 0, 0, _NUM_DECODES * at), num_bytes))
+        for at in (_PROMPT, 2 * _PROMPT)
+    )
+    position = (far - near) / (_NUM_DECODES * _PROMPT)
+    return _Rates(prompts_s / num_tokens, near / _NUM_DECODES - position * _PROMPT, position, pair)
 
 
 def _with_adapters(step: StepFeatures, num_bytes: int) -> StepFeatures:
@@ -112,7 +120,7 @@ class FairShare:
         self._policies: Mapping[str, TenantPolicy] = {}
         self._counters: dict[str, float] = {}
         self._last_waited = NO_TENANT
-        self._has_order = False
+        self._num_special = 0  # requests present that have a priority or an SLO
 
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants; those without have a share of 1."""
@@ -141,16 +149,14 @@ class FairShare:
 
     @property
     def is_shared(self) -> bool:
-        """Return whether there has been more than one tenant, or a request with a priority or an SLO."""
-        return self._has_order or self.has_many
+        """Return whether there has been more than one tenant, or there is a request with a priority or an
+        SLO."""
+        return self._num_special > 0 or self.has_many
 
     def makes_shared(self, request: EngineRequest) -> bool:
         """Return whether `is_shared` holds with this request."""
         is_new = bool(self._counters) and request.tenant not in self._counters
-        return self.is_shared or is_new or self._is_special(request)
-
-    def _is_special(self, request: EngineRequest) -> bool:
-        return request.priority != 0 or self.slo_ttft_s(request) is not None
+        return self.is_shared or is_new or _is_special(request, self.slo_ttft_s(request))
 
     def counter(self, tenant: str) -> float:
         """Return the service that a tenant got so far, per unit of its share."""
@@ -163,7 +169,7 @@ class FairShare:
     ) -> None:
         """Record that a request arrives. `waiting`: the tenants that wait already."""
         tenant = request.request.tenant
-        self._has_order |= self._is_special(request.request)
+        self._num_special += _is_special(request.request, request.slo_ttft_s)
         if tenant in self._counters and (tenant in waiting or not self.has_many):
             return
         self._counters.setdefault(tenant, 0.0)
@@ -199,6 +205,14 @@ class FairShare:
         """Record that a tenant has nothing waiting any more."""
         self._last_waited = tenant
 
+    def ended(self, request: RequestState) -> None:
+        """Record that a request has left the engine."""
+        self._num_special -= _is_special(request.request, request.slo_ttft_s)
+
     def _charge(self, request: RequestState, cost: float) -> None:
         tenant = request.request.tenant
         self._counters[tenant] = self.counter(tenant) + cost / self.share(tenant)
+
+
+def _is_special(request: EngineRequest, slo_ttft_s: float | None) -> bool:
+    return request.priority != 0 or slo_ttft_s is not None

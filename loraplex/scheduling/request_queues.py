@@ -110,6 +110,7 @@ class RequestQueues:
             self.fair.settle((sequence,))
             self.slots.leave(sequence.adapter)
             self.waiting.ended(self._batcher.now_s)
+        self.fair.ended(sequence)
         if self._swapping is not None:
             self._swapping.dropped(sequence)
         self._pool.release(sequence.block_ids)

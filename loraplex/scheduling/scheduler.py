@@ -23,7 +23,6 @@ from loraplex.core.clock import Clock, ManualClock
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
-from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_planner import AdapterPlanner
 from loraplex.scheduling.admission import Admission
@@ -51,7 +50,7 @@ class Scheduler:
         memory: Memory,
         costs: DriftWatch | None = None,
         *,
-        request_costs: CostModel | None = None,
+        request_costs: DriftWatch | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`costs`: measured and predicted costs, which `ColdStart.AUTO`, swapping and batching decide
@@ -68,8 +67,8 @@ class Scheduler:
         if memory.pool.host is not None:
             self._swapping = Swapping(memory, memory.pool.host, costs)
             self._pins.returning = self._swapping.returning
-        charged_by = costs.model if request_costs is None and costs is not None else request_costs
-        self.fair = FairShare(RequestCosts(charged_by, memory.table.known_bytes))
+        request_costs = request_costs or costs
+        self.fair = FairShare(RequestCosts(request_costs, memory.table.known_bytes))
         self._clock = clock or ManualClock()
         self._pins.on_load = self.fair.loads
         self._queues = RequestQueues(
@@ -84,8 +83,7 @@ class Scheduler:
         )
         self._borrowing: Borrowing | None = None
         if config.max_borrowing is not None:
-            watched = DriftWatch(charged_by) if costs is None and charged_by is not None else costs
-            self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, watched)
+            self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, request_costs)
             self._admission.borrowing = self._borrowing
             self._waiting.holds_back = self._holds_back
         self._under_way: deque[list[ChunkUnderWay]] = deque()

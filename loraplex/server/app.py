@@ -43,7 +43,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
     if deps.batches is not None:
         app.include_router(batch_router(deps, deps.batches))
     if deps.tenants is not None:
-        app.include_router(tenant_router(deps.tenants))
+        app.include_router(tenant_router(deps.tenants, deps.waiting))
     install_error_handlers(app)
     install_openapi(app)
     # The middleware added last sees a request first.

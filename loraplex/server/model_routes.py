@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -83,7 +84,9 @@ def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrato
         stats = await deps.text.engine.stats()
         by_version = {adapter.version: adapter for adapter in stats.adapters}
         access = access_of(request.scope)
-        found = _matching(deps, access, by_version, query)
+        # In a thread: streams continue while thousands of adapters are looked up.
+        served = deps.adapters.served()
+        found = await asyncio.to_thread(_matching, deps, served, access, by_version, query)
         shown = found[query.offset : None if query.limit is None else query.offset + query.limit]
         data = [
             _adapter_info(deps, adapter, by_version, access, shows_paths=shows_paths) for adapter in shown
@@ -282,14 +285,19 @@ def visible_adapters(deps: ServerDeps, access: Access) -> list[ServedAdapter]:
 
 
 def _matching(
-    deps: ServerDeps, access: Access, by_version: Mapping[str, AdapterStats], query: AdapterQuery
+    deps: ServerDeps,
+    served: Sequence[ServedAdapter],
+    access: Access,
+    by_version: Mapping[str, AdapterStats],
+    query: AdapterQuery,
 ) -> list[ServedAdapter]:
     """Return the adapters that a query is about, in its order; none that its sender may not see."""
     part = query.contains.casefold()
     found = [
         each
-        for each in visible_adapters(deps, access)
-        if part in each.name.casefold()
+        for each in served
+        if access.sees(each.name)
+        and part in each.name.casefold()
         and (query.tier is None or _stats_of(each.version, by_version).tier == query.tier)
     ]
     if query.order == "name":

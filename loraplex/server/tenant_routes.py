@@ -12,9 +12,10 @@ from loraplex.server.responses import TenantInfo, TenantList
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_file import Tenant
+from loraplex.server.waiting import WaitingBook
 
 
-def tenant_router(tenants: Tenants) -> APIRouter:
+def tenant_router(tenants: Tenants, waiting: WaitingBook) -> APIRouter:
     router = APIRouter()
 
     @router.get(
@@ -25,13 +26,15 @@ def tenant_router(tenants: Tenants) -> APIRouter:
         access = access_of(request.scope)
         shown = [each for each in tenants.all() if access.is_operator or each.name == access.tenant]
         trouble = tenants.trouble if access.is_operator else None
-        return json_response(TenantList(data=[_info(tenants, each) for each in shown], trouble=trouble))
+        data = [_info(tenants, waiting, each) for each in shown]
+        return json_response(TenantList(data=data, trouble=trouble))
 
     return router
 
 
-def _info(tenants: Tenants, tenant: Tenant) -> TenantInfo:
+def _info(tenants: Tenants, waiting: WaitingBook, tenant: Tenant) -> TenantInfo:
     account, limits = tenants.account(tenant), tenant.limits
+    refused = [*account.num_refused.items(), *waiting.num_refused_of(tenant.name).items()]
     return TenantInfo(
         name=tenant.name,
         adapters=list(tenant.adapters.texts),
@@ -50,5 +53,5 @@ def _info(tenants: Tenants, tenant: Tenant) -> TenantInfo:
         requests=account.num_requests,
         prompt_tokens=account.num_prompt_tokens,
         generated_tokens=account.num_generated_tokens,
-        refused={reason.value: count for reason, count in sorted(account.num_refused.items())},
+        refused={reason.value: count for reason, count in sorted(refused) if count},
     )

@@ -111,7 +111,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
     async def metrics(request: Request) -> Response:
         access = access_of(request.scope)
         if not access.reads_metrics:
-            return _page(render_tenants(deps.tenants, only=access.tenant))
+            return _page(render_tenants(deps.tenants, deps.waiting, only=access.tenant))
         snapshot = MetricsSnapshot(
             base_model=deps.adapters.base_model,
             stats=await deps.text.engine.stats(),
@@ -126,7 +126,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )
-        of_tenants = render_tenants(deps.tenants)
+        of_tenants = render_tenants(deps.tenants, deps.waiting)
         # In a thread: streams continue while a page of thousands of adapters is rendered.
         page = await asyncio.to_thread(render_metrics, snapshot)
         return _page(page + of_tenants)

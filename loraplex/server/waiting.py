@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -70,6 +70,7 @@ class WaitingBook:
         self._idle_s = 0.0  # total, up to `_idle_since_s`
         self.num_refused: Counter[Refused] = Counter()
         """Number of refused calls, by reason."""
+        self._num_refused_of: Counter[tuple[str, Refused]] = Counter()
         self.on_leave: Callable[[], None] = _nothing
         """Called when a request waits no longer."""
 
@@ -128,7 +129,7 @@ class WaitingBook:
         `is_bounded`. Return the prediction for them."""
         predicted = None
         if is_bounded:
-            self._check(0, sum(lens))
+            self._check(0, sum(lens), caller=caller)
             waited_s = self._clock.now_s() - admitted_s
             predicted = self._forecast(adapter, lens, caller, waited_s=waited_s)
         self.room.encoded(caller, lens)
@@ -143,6 +144,14 @@ class WaitingBook:
         if self.num_requests == 0:
             self._idle_since_s = self._clock.now_s()
         self.on_leave()
+
+    def num_refused_of(self, tenant: str) -> Mapping[Refused, int]:
+        """Return the number of a tenant's refused calls, by reason."""
+        return {reason: self._num_refused_of[tenant, reason] for reason in Refused}
+
+    def _count_refused(self, reason: Refused, caller: Caller) -> None:
+        self.num_refused[reason] += 1
+        self._num_refused_of[caller.tenant, reason] += 1
 
     def _check(
         self, num_requests: int, num_tokens: int, *, param: str = "prompt", caller: Caller = NOBODY
@@ -160,7 +169,7 @@ class WaitingBook:
                 )
             is_full = waiting + count > limit
             if is_full or (num_requests and not self.room.has_place_for(caller.tenant, num_requests)):
-                self.num_refused[Refused.QUEUE_FULL] += 1
+                self._count_refused(Refused.QUEUE_FULL, caller)
                 retry_after_s = self._retry_after_s()
                 full = f"{waiting:,} {kind} wait and at most {limit:,} may"
                 if not is_full:
@@ -184,7 +193,7 @@ class WaitingBook:
         verdict = None if predicted is None else self.room.judge(predicted, caller, waited_s)
         if verdict is None or verdict.retry_after_s is None:
             return predicted
-        self.num_refused[Refused.SLO if verdict.is_slo else Refused.TTFT] += 1
+        self._count_refused(Refused.SLO if verdict.is_slo else Refused.TTFT, caller)
         seconds = _whole_seconds(verdict.retry_after_s)
         limit = f"its objective is {verdict.limit_s:g} s"
         if not verdict.is_slo:

@@ -86,6 +86,21 @@ def test_what_a_tenant_is_due_grows_with_its_share() -> None:
     assert not made.may_run(asked, sequences(big=15))
 
 
+def test_many_tenants_are_not_counted_again_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = borrowing_of()
+    made.observe(Counter({f"t{number}": 1 for number in range(200)} | {"many": 900}), 2000.0)
+    asked: list[str] = []
+
+    def share(tenant: str) -> float:
+        asked.append(tenant)
+        return 1.0
+
+    monkeypatch.setattr(made._fair, "share", share)
+    for number in range(200):
+        assert made.may_run(RequestState(request_of(f"t{number}")), ())
+    assert len(asked) == 200
+
+
 def test_alone_it_runs_all_it_has() -> None:
     made = borrowing_of(many=100)
     assert made.may_run(RequestState(request_of("many")), sequences(many=60))

@@ -18,7 +18,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
 from loraplex.core.tenants import TenantPolicy
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.subject import Subject, shape_key
@@ -184,6 +184,20 @@ def test_a_request_of_a_lower_priority_overtakes_those_of_its_own_tenant_alone()
     assert bench.begun_in(late, other, first) == [other, first, late]
 
 
+@pytest.mark.parametrize("special", [{"priority": 1}, {"slo_ttft_s": 9.0}])
+def test_an_order_is_kept_only_while_requests_ask_for_one(special: dict[str, Any]) -> None:
+    bench = Bench(max_running=2)
+    fair = bench.scheduler.fair
+    bench.add(output=3)
+    bench.scheduler.cancel(bench.add(**special))
+    assert not fair.is_shared
+    bench.add(**special)
+    bench.step()
+    assert fair.is_shared
+    bench.run()
+    assert not fair.is_shared
+
+
 def test_without_tenants_a_priority_is_the_order_as_in_vllm() -> None:
     bench = Bench(max_running=1)
     bench.add(request_id="runs")
@@ -260,7 +274,7 @@ def test_what_is_computed_again_after_a_preemption_is_not_charged_again() -> Non
 
 def test_a_request_costs_more_with_a_larger_adapter_and_for_its_load() -> None:
     model = cost_model()
-    costs = RequestCosts(model, {"small": 1 << 20, "large": 1 << 26}.__getitem__)
+    costs = RequestCosts(DriftWatch(model), {"small": 1 << 20, "large": 1 << 26}.__getitem__)
     for cost in (
         lambda version: costs.prompt(version, 100),
         lambda version: costs.output(version, 10, 100),
@@ -271,10 +285,20 @@ def test_a_request_costs_more_with_a_larger_adapter_and_for_its_load() -> None:
     assert costs.output(None, 10, 1000) >= costs.output(None, 10, 10)
 
 
+def test_costs_follow_the_corrections_of_the_cost_model() -> None:
+    watch = DriftWatch(cost_model())
+    costs = RequestCosts(watch, {"v": 1 << 20}.__getitem__)
+    before = costs.prompt("v", 100), costs.load("v")
+    for kind in CostKind:
+        while not watch.observe(kind, predicted_s=1.0, measured_s=3.0):
+            pass
+    assert (costs.prompt("v", 100), costs.load("v")) == pytest.approx([3 * each for each in before])
+
+
 def test_a_load_is_charged_to_the_request_that_needs_it() -> None:
     memory = Arena(num_pages=40, page_bytes=4096, block_size=4, host_bytes=0)
     config = SchedulerConfig(max_model_len=64, work=StepWork(max_tokens=64))
-    scheduler = Scheduler(config, memory, request_costs=cost_model())
+    scheduler = Scheduler(config, memory, request_costs=DriftWatch(cost_model()))
     scheduler.adapters.add("v", 4096)
     ask = EngineRequest(
         request_id="0", prompt_token_ids=[1] * 4, params=SamplingParams(max_tokens=2), tenant="b"

@@ -68,7 +68,7 @@ def page_server(
 ) -> tuple[server_fixtures.Served, PageEngine]:
     """Return a server of the adapters pirate and poet and so many more, with its engine."""
     served = server_fixtures.make_server(
-        folder, says(HOSTILE), clock=MonotonicClock(), make_engine=PageEngine, **options
+        folder, says(HOSTILE), make_engine=PageEngine, **{"clock": MonotonicClock()} | options
     )
     engine = served.engine
     assert isinstance(engine, PageEngine)

@@ -183,13 +183,17 @@ def test_secrets_are_masked_wherever_they_are_from(write: Any) -> None:
     config = write("""
         [fleet.serve]
         api-key = ["hidden-1", "hidden-2"]
-        backend = ["http://user:hidden-3@gpu-1:8000", "http://gpu-2:8000"]
+        backend = ["http://user:hidden-3@gpu-1:8000", "http://hidden-8@gpu-2:8000", "http://gpu-3:8000/a@b"]
     """)
     args = ("fleet", "serve", "--config", config, "--backend-key", "hidden-4")
     env = {"LORAPLEX_BACKEND_ADMIN_KEY": "hidden-5", "LORAPLEX_ADMIN_KEY": "hidden-6 hidden-7"}
     rows = shown(*args, env=env)
     assert rows["--api-key"][0] == ["****", "****"]
-    assert rows["--backend"][0] == ["http://user:****@gpu-1:8000", "http://gpu-2:8000"]
+    assert rows["--backend"][0] == [
+        "http://****@gpu-1:8000",
+        "http://****@gpu-2:8000",
+        "http://gpu-3:8000/a@b",
+    ]
     assert rows["--backend-key"] == ("****", "flag")
     assert rows["--backend-admin-key"] == ("****", "environment LORAPLEX_BACKEND_ADMIN_KEY")
     assert rows["--admin-key"] == (["****", "****"], "environment LORAPLEX_ADMIN_KEY")

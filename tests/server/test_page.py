@@ -83,7 +83,8 @@ def test_the_page_is_there_while_the_server_starts() -> None:
 
 
 def test_an_overview_says_where_adapters_are(tmp_path: Path) -> None:
-    served, engine = page_server(tmp_path)
+    clock = ManualClock()
+    served, engine = page_server(tmp_path, clock=clock)
     api = Api(served)
     first = api.get("/v1/overview").json()
     assert first["map"]["tiers"] == "--"
@@ -92,8 +93,10 @@ def test_an_overview_says_where_adapters_are(tmp_path: Path) -> None:
     assert same["map"] is None
     assert same["changes"] == []
     engine.move("version-of-poet", "device", num_loads=1)
+    soon = api.get("/v1/overview").json()
+    assert (soon["map"]["tiers"], soon["changes"]) == ("-d", []), "changes are looked for once a second"
+    clock.advance(1.0)
     moved = api.get("/v1/overview", params={"map": first["map"]["etag"]}).json()
-    assert moved["map"]["tiers"] == "-d"
     [change] = moved["changes"]
     assert (change["name"], change["kind"], change["tier"]) == ("poet", "loaded", "device")
     after = api.get("/v1/overview", params={"changes_after": change["at_s"]}).json()
@@ -102,13 +105,15 @@ def test_an_overview_says_where_adapters_are(tmp_path: Path) -> None:
 
 
 def test_a_tenant_sees_only_its_own_adapters_and_no_figures_of_the_server(tmp_path: Path) -> None:
-    served, engine = page_server(tmp_path)
+    clock = ManualClock()
+    served, engine = page_server(tmp_path, clock=clock)
     tenants = Tenants(parse_tenants(TENANTS, Path("tenants.toml")), ManualClock())
     api = Api(replace(served, app=create_app(replace(served.deps, tenants=tenants))))
     own, all_of_it = ({"authorization": f"Bearer {key}"} for key in ("of-bards", "of-operators"))
     for name in ("pirate", "poet"):
         api.get("/v1/overview", headers=own)
         engine.move(f"version-of-{name}", "device", num_loads=1)
+        clock.advance(1.0)
     overview = api.get("/v1/overview", headers=own).json()
     assert overview["map"]["tiers"] == "d"
     assert {each["name"] for each in overview["changes"]} == {"poet"}

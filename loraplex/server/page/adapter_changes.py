@@ -6,7 +6,6 @@ are, and looking once a second misses no load, as loads are counted.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +17,7 @@ from loraplex.server.served_adapter import ServedAdapter
 TIERS: Final = ("disk", "host", "loading", "device")
 """Tiers of an adapter, the fastest last."""
 _MAX_CHANGES: Final = 500
+_MIN_INTERVAL_S: Final = 1.0
 _STALE_S: Final = 15.0
 """Seconds without a look after which it is no longer known when something happened."""
 
@@ -37,15 +37,20 @@ class _Seen:
 
 
 class AdapterChanges:
-    """The latest changes, oldest first. A bounded number is kept."""
+    """The latest changes, oldest first. A bounded number is kept. They may be read during a look, in another
+    thread."""
 
     def __init__(self) -> None:
-        self._changes: deque[AdapterChange] = deque(maxlen=_MAX_CHANGES)
+        self._changes: tuple[AdapterChange, ...] = ()
         self._seen: _Seen | None = None
 
     def after(self, at_s: float) -> list[AdapterChange]:
         """Return the changes of later times. No two looks have the same time."""
         return [each for each in self._changes if each.at_s > at_s]
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the last look is long enough ago for another."""
+        return self._seen is None or now_s - self._seen.at_s >= _MIN_INTERVAL_S
 
     def look(
         self, adapters: Sequence[ServedAdapter], stats: EngineStats, holders: Holders | None, now_s: float
@@ -64,24 +69,24 @@ class AdapterChanges:
         before, self._seen = self._seen, now
         if before is None or now_s - before.at_s > _STALE_S:
             return
-        for name, kind, tier, replica in _names_changed(before, now):
-            self._add(now_s, name, kind, tier, replica)
+        changes = list(_names_changed(before, now))
         moved = dict(_moves(before, now))
         if moved:
             for name, version in now.versions.items():
-                for kind, tier, replica in moved.get(version, ()):
-                    self._add(now_s, name, kind, tier, replica)
-
-    def _add(
-        self, now_s: float, name: str, kind: AdapterChangeKind, tier: str | None, replica: int | None
-    ) -> None:
-        self._changes.append(AdapterChange(at_s=now_s, name=name, kind=kind, tier=tier, replica=replica))
+                changes += [(name, *move) for move in moved.get(version, ())]
+        new = [
+            AdapterChange(at_s=now_s, name=name, kind=kind, tier=tier, replica=replica)
+            for name, kind, tier, replica in changes
+        ]
+        self._changes = (*self._changes, *new)[-_MAX_CHANGES:]
 
 
 _Move = tuple[AdapterChangeKind, str | None, int | None]  # kind, tier, replica
 
 
-def _names_changed(before: _Seen, now: _Seen) -> Iterator[tuple[str, AdapterChangeKind, None, None]]:
+def _names_changed(
+    before: _Seen, now: _Seen
+) -> Iterator[tuple[str, AdapterChangeKind, str | None, int | None]]:
     for name, version in now.versions.items():
         was = before.versions.get(name)
         if was != version:

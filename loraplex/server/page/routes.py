@@ -37,7 +37,17 @@ _LETTERS: Final = {"device": "d", "loading": "l", "host": "h", "disk": "-"}
 def page_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
     changes = AdapterChanges()
+    looking = asyncio.Lock()
     process = uuid4().hex[:8]
+
+    async def look(stats: EngineStats) -> None:
+        """Look for changes at most once a second, however many pages ask, in a thread: thousands of adapters
+        are compared."""
+        async with looking:
+            now_s = deps.metrics.clock.now_s()
+            if changes.is_due(now_s):
+                holders = None if deps.fleet is None else deps.fleet.holders
+                await asyncio.to_thread(changes.look, deps.adapters.served(), stats, holders, now_s)
 
     async def page(request: Request) -> Response:
         return page_response(request.scope)
@@ -58,10 +68,9 @@ def page_router(deps: ServerDeps) -> APIRouter:
         query = read_query(request, OverviewQuery)
         access = access_of(request.scope)
         stats = await deps.text.engine.stats()
+        await look(stats)
         now_s = deps.metrics.clock.now_s()
         deps.history.sample()
-        holders = None if deps.fleet is None else deps.fleet.holders
-        changes.look(deps.adapters.served(), stats, holders, now_s)
         fleet = deps.fleet if access.is_operator else None
         # In a thread: streams continue while thousands of adapters are looked up.
         tiers, drawn = await asyncio.to_thread(_map, visible_adapters(deps, access), stats, fleet)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from loraplex.server.tenants.account import Account, OverQuota
 from loraplex.server.tenants.objective import Reached, Target
 from loraplex.server.tenants.tenants import Tenants
+from loraplex.server.waiting import WaitingBook
 
 
-def render_tenants(tenants: Tenants | None, *, only: str | None = None) -> bytes:
+def render_tenants(tenants: Tenants | None, waiting: WaitingBook, *, only: str | None = None) -> bytes:
     """Return the series of all tenants, and whether their file is in force; or those of one tenant."""
     if tenants is None:
         return b""
@@ -35,11 +36,14 @@ def render_tenants(tenants: Tenants | None, *, only: str | None = None) -> bytes
         _family(
             refused,
             "counter",
-            "Requests refused with 429 for a limit of the tenant",
+            "Requests refused with 429 for a limit of the tenant or of the server",
             "".join(
-                f'{refused}{{reason="{reason}",tenant="{tenant}"}} {account.num_refused[reason]}\n'
+                f'{refused}{{reason="{reason}",tenant="{tenant}"}} {count}\n'
                 for tenant, account in accounts.items()
-                for reason in OverQuota
+                for reason, count in (
+                    *((each, account.num_refused[each]) for each in OverQuota),
+                    *waiting.num_refused_of(tenant).items(),
+                )
             ),
         ),
         _family(

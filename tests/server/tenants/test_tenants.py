@@ -399,4 +399,7 @@ def test_a_queue_full_of_one_tenant_has_places_for_others(make_api: Callable[...
     refused = chat(api, "globex", "globex-chat", max_tokens=1)
     assert (refused.status_code, "kept for other tenants" in refused.text) == (429, True)
     assert "acme" not in refused.text
+    page = api.get("/metrics", headers=as_tenant("globex")).text
+    assert 'loraplex:tenant_refused_total{reason="queue_full",tenant="globex"} 2' in page
+    assert 'loraplex:tenant_refused_total{reason="slo",tenant="globex"} 0' in page
     assert chat(api, "acme", "acme-chat", max_tokens=1).status_code == 200
