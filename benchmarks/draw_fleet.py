@@ -55,6 +55,7 @@ def _draw_capacities(axes: Axes, found: Mapping[str, Mapping[str, Mean]]) -> Non
             axes.plot(ratios, places, marker, color=color, label=policy, markersize=6, alpha=0.85)
     axes.set_yticks(range(len(fleets)), list(fleets), fontsize=8)
     axes.invert_yaxis()
+    axes.set_title("capacity by policy", fontsize=10)
     axes.set_xlabel("requests/s sustained, over those of auto")
     axes.grid(axis="x", alpha=0.25)
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=3)
@@ -78,7 +79,8 @@ def _draw_times(axes: Axes, found: Mapping[str, Mapping[str, Mean]]) -> None:
     axes.set_yticks(range(len(policies)), policies, fontsize=8)
     axes.invert_yaxis()
     legend = f"(filled: {KERNELS[0]}, hollow: {KERNELS[1]})"
-    axes.set_xlabel(f"60 servers: mean time per token, ms\n{legend}", fontsize=9)
+    axes.set_title("60 servers", fontsize=10)
+    axes.set_xlabel(f"mean time per token, ms\n{legend}", fontsize=9)
     axes.grid(axis="x", alpha=0.25)
 
 

@@ -54,11 +54,17 @@ def _panels(result: dict[str, Any]) -> Figure:
     loads = next(iter(servers(result).values()))["parameters"]["loads"]
     _draw(throughput, result, SATURATED, "output_tokens_per_s")
     throughput.set_title(f"output tokens/s, {loads[SATURATED]['concurrency']} requests at a time", fontsize=9)
+    throughput.set_ylabel(f"tokens/s{_scale_of(throughput)}", fontsize=8)
     throughput.legend(loc="lower left", fontsize=8)
     _draw(ttft, result, STEADY, "ttft_ms_p95")
     rate = loads[STEADY]["requests_per_s"]
     ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)
+    ttft.set_ylabel(f"ms{_scale_of(ttft)}", fontsize=8)
     return drawing
+
+
+def _scale_of(axis: Axes) -> str:
+    return ", log scale" if axis.get_yscale() == "log" else ""
 
 
 def _digest(drawing: Figure) -> str:
@@ -105,7 +111,6 @@ def _scale(axis: Axes, values: Sequence[float]) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(LogFormatter())
         axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
-        axis.set_ylabel("log scale", fontsize=8)
         axis.set_ylim(min(values) / _MARGIN, max(values) * _MARGIN)
     else:
         axis.set_ylim(0, max(values) * _MARGIN)

@@ -56,7 +56,8 @@ class RawChild:
     def receive(self) -> ipc.Event:
         heard = self.events.poll(int(WAIT_S * 1000))
         assert heard, f"the child says nothing; its exit code is {self.process.poll()}"
-        return ipc.decode_event(self.events.recv())
+        event = ipc.decode_event(self.events.recv())
+        return self.receive() if isinstance(event, ipc.Alive) else event
 
     def greet(self) -> None:
         assert isinstance(self.receive(), ipc.Listening)

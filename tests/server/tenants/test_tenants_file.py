@@ -257,7 +257,7 @@ def test_a_command_that_is_killed_while_it_writes_leaves_the_file_and_no_lock(tm
 
 def test_the_command_prints_the_key_once_and_lists_without_it(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
-    environment = {"LORAPLEX_TENANTS": str(path)}
+    environment = {"LORAPLEX_TENANTS": str(path), "COLUMNS": "200"}
 
     def run(*arguments: str) -> str:
         done = CliRunner().invoke(app, ["tenant", *arguments], env=environment, catch_exceptions=False)
