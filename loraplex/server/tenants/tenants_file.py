@@ -144,12 +144,12 @@ def parse_tenants(text: str, path: Path) -> TenantsFile:
     """Return the tenants of a file's text. Raises TenantsFileError."""
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of an integer with thousands of digits
         raise TenantsFileError(f"{path} is not valid TOML: {error}") from None
     _refuse_unknown(data, ("tenants", "adapters", "share_prefix_cache"), f"{path}")
     shares = data.get("share_prefix_cache", False)
     if not isinstance(shares, bool):
-        raise TenantsFileError(f"{path}: share_prefix_cache is {shares!r}; write true or false")
+        raise TenantsFileError(f"{path}: share_prefix_cache is neither true nor false; write one of them")
     tables, slo_tables = (_tables(data, kind, path) for kind in ("tenants", "adapters"))
     tenants = {name: tenant_of(name, table, path) for name, table in tables.items()}
     _refuse_twins(tenants.values(), path)
