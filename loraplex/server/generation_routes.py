@@ -271,13 +271,13 @@ async def _start_completion(
         ticket = deps.waiting.admit(
             num_choices,
             adapter=lease.version,
-            was_admitted=bool(body.output_token_ids),
+            was_admitted=bool(body.output_token_ids) and access_of(request.scope).is_operator,
             caller=_caller(request, lease, body),
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
         checked, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
-        _spend(spending, checked)
+        _spend(spending, checked, num_begun=len(body.output_token_ids or ()))
         prompt_only = body.max_tokens == 0
         generation = _generation(
             request,
@@ -332,12 +332,12 @@ def _spending(
     return spending
 
 
-def _spend(spending: Spending | None, checked: CheckedPrompts) -> None:
-    """Count the tokens of the prompts; raises as `_spending` does."""
+def _spend(spending: Spending | None, checked: CheckedPrompts, *, num_begun: int = 0) -> None:
+    """Count the tokens of the prompts, and `num_begun` of an answer begun elsewhere, which are computed like
+    them; raises as `_spending` does."""
     if spending is not None:
-        spending.encoded(
-            sum(map(len, checked.prompts)), max(params.max_tokens or 0 for params in checked.fitted)
-        )
+        most = max(params.max_tokens or 0 for params in checked.fitted)
+        spending.encoded(sum(map(len, checked.prompts)) + num_begun, most - num_begun)
 
 
 def _generation(

@@ -327,6 +327,22 @@ def test_what_the_server_could_not_take_is_not_counted(make_api: Callable[..., A
     assert chat(api, "acme", "base", max_tokens=1).status_code == 429
 
 
+def test_an_answer_begun_elsewhere_passes_no_limit_of_a_tenant(make_api: Callable[..., Api]) -> None:
+    text = tenants_file(acme="tokens_per_minute = 1000\n")
+    api = make_api(says("a b c"), tenants=text, names=NAMES, waiting=WaitingLimits(max_requests=1))
+    body = {"model": "base", "prompt": [1, 2], "output_token_ids": [5] * 90, "max_tokens": 100}
+
+    def send(name: str) -> httpx.Response:
+        return api.post("/v1/completions", body, headers=as_tenant(name))
+
+    held = api.served.deps.waiting.admit(1)
+    assert [send(name).status_code for name in ("acme", "ops")] == [429, 200]
+    held.close()
+    generated = send("acme").json()["usage"]["completion_tokens"]
+    after = api.get("/v1/models", headers=as_tenant("acme"))
+    assert limits_of(after)["remaining-tokens"] == str(1000 - 2 - 90 - generated)
+
+
 def test_the_official_client_reads_the_limits_and_a_stream_that_is_left_costs_what_came(
     make_served: Callable[..., Served],
 ) -> None:
