@@ -31,8 +31,8 @@ from loraplex.engine.tokenizer import Tokenizer
 _STARTED_AT_ONCE: Final = 16
 """Choices of one call to send to the engine before yielding to the event loop."""
 _MAX_OPTIONS: Final = 2**17
-"""Most biases and stop tokens of all choices of a call: each choice is sent to the engine with its own
-copy."""
+"""Most biases, stop tokens and tokens of bad words of all choices of a call: each choice is sent to the
+engine with its own copy."""
 
 
 class TopToken(NamedTuple):
@@ -442,12 +442,18 @@ def _ended_early() -> LoraplexError:
 
 def _check_options(params: SamplingParams, *, num_choices: int) -> None:
     """Refuse a call whose choices together have more options than an engine accepts at once."""
-    num_options = len(params.logit_bias) + len(params.stop_token_ids)
+    counts = {
+        "logit_bias": len(params.logit_bias),
+        "stop_token_ids": len(params.stop_token_ids),
+        "bad_words": sum(map(len, params.bad_word_ids)),
+    }
+    num_options = sum(counts.values())
     if num_options * num_choices > _MAX_OPTIONS:
         raise InvalidRequestError(
-            f"{num_choices} choices with {num_options} entries of logit_bias and stop_token_ids each are "
-            f"more than the {_MAX_OPTIONS:,} entries a request may have; send fewer choices in one request",
-            param="logit_bias" if params.logit_bias else "stop_token_ids",
+            f"{num_choices} choices with {num_options} entries of logit_bias, stop_token_ids and tokens of "
+            f"bad_words each are more than the {_MAX_OPTIONS:,} entries a request may have; send fewer "
+            "choices in one request",
+            param=max(counts, key=lambda name: counts[name]),
         )
 
 
