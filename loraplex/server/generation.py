@@ -21,7 +21,7 @@ from loraplex.core.request import FinishReason
 from loraplex.core.tenants import NO_TENANT
 from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.server.disconnect import run_until_disconnect
-from loraplex.server.errors import describe
+from loraplex.server.errors import counts_for_tenant, describe
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
 from loraplex.server.request_log import part_sender, request_record
@@ -130,6 +130,7 @@ class GenerationResponse(Response):
         self._spending = spending
         self._pacer = pacer
         self._usage = _UsageCount(generation, is_resampled)
+        self._failure: Exception | None = None
         self._traceparent = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,15 +144,19 @@ class GenerationResponse(Response):
         except ClientDisconnect:
             pass  # the client is gone
         except Exception as error:
-            self._meter.fail(error)
+            self._fail(error)
             raise
         finally:
             if self._spending is not None:
-                has_failed = self._meter.failure is not None
-                self._spending.close(is_complete=self._meter.is_complete, is_refused=has_failed)
+                is_refused = not counts_for_tenant(self._failure)
+                self._spending.close(is_complete=self._meter.is_complete, is_refused=is_refused)
             self._meter.close()
             self._ticket.close()
             self._generation.lease.release()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._meter.fail(error)
 
     def _batches(self) -> AsyncGenerator[list[TextDelta], None]:
         job = self._generation
@@ -218,7 +223,7 @@ class GenerationResponse(Response):
                 await self._send_chunks(send, batch)
         except Exception as error:
             # The status has been sent: the stream itself must report the error, then end.
-            self._meter.fail(error)
+            self._fail(error)
             if not isinstance(error, LoraplexError):
                 logger.exception("a stream failed")
             await _send_part(send, b"data: " + describe(error).body() + b"\n\n")

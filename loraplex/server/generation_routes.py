@@ -26,7 +26,7 @@ from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
-from loraplex.server.errors import describe
+from loraplex.server.errors import counts_for_tenant
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import request_record
@@ -46,8 +46,6 @@ from loraplex.server.waiting import WaitingTicket
 # Prompts × n of one request; each becomes a separate engine request.
 MAX_CHOICES_PER_REQUEST: Final = 2048
 _ERRORS: Final = (401, 404, 429, 500, 503)
-_NOT_COUNTED: Final = frozenset({429, *range(500, 600)})
-"""Statuses of answers that do not count against a tenant's limits."""
 
 
 def generation_router(deps: ServerDeps) -> APIRouter:
@@ -325,8 +323,7 @@ def _spending(
     spending = account.admit(num_choices, param=param)
 
     def close(kind: object, error: BaseException | None, traceback: object) -> None:
-        is_ours = isinstance(error, Exception) and describe(error).status in _NOT_COUNTED
-        spending.close(is_refused=is_ours)
+        spending.close(is_refused=not counts_for_tenant(error))
 
     on_failure.push(close)
     return spending

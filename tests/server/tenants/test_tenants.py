@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import hashlib
 import json
 import logging
 import re
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from serving_fakes import says
 
 import loraplex
 from loraplex.core.clock import ManualClock
+from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.fleet.waiting_room import Caller
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
@@ -325,6 +329,48 @@ def test_what_the_server_could_not_take_is_not_counted(make_api: Callable[..., A
     assert chat(api, "acme", "base", temperature=-1).status_code == 400
     assert chat(api, "acme", "base", max_tokens=1).status_code == 200
     assert chat(api, "acme", "base", max_tokens=1).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "left"),
+    [(None, 1), (EngineDeadError("died"), 1), (InvalidRequestError("no", param="seed"), 0)],
+)
+def test_a_request_that_the_engine_fails_counts_if_it_was_wrong(
+    make_api: Callable[..., Api], failure: Exception | None, left: int, stream: bool
+) -> None:
+    text = tenants_file(acme="requests_per_minute = 1\n")
+    api = make_api(says("a b", fail_after=0, failure=failure), tenants=text, names=NAMES)
+    chat(api, "acme", "base", stream=stream)
+    found = api.get("/v1/models", headers=as_tenant("acme"))
+    assert limits_of(found)["remaining-requests"] == str(left)
+
+
+def test_a_client_that_leaves_is_counted(
+    make_served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tenants_file(acme="requests_per_minute = 5\n")
+    served = make_served(tenants=text, names=NAMES)
+    encoding, left = threading.Event(), threading.Event()
+
+    async def never(*given: Any, **options: Any) -> list[int]:
+        encoding.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+        return []
+
+    monkeypatch.setattr(served.deps.text.prompts, "encode_chat", never)
+    with live(served) as url, httpx.Client(base_url=url, headers=as_tenant("acme")) as client:
+        with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as connection:
+            body = json.dumps({"model": "base", "messages": USER}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(f"{head}Authorization: Bearer acme-key\r\n\r\n".encode() + body)
+            assert encoding.wait(30)
+        assert left.wait(30)
+        found = client.get("/v1/tenants").json()["data"][0]
+        assert (found["requests"], limits_of(client.get("/v1/models"))["remaining-requests"]) == (1, "4")
 
 
 def test_an_answer_begun_elsewhere_passes_no_limit_of_a_tenant(make_api: Callable[..., Api]) -> None:
