@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Final
 
 NO_TENANT = ""
 """The tenant of requests without one: of a server without tenants, that of all requests."""
+
+MAX_TENANT_CHARS: Final = 64
+TENANT_PATTERN: Final = rf"[A-Za-z0-9_-]{{1,{MAX_TENANT_CHARS}}}"
+TENANT_NAMES: Final = f"1 to {MAX_TENANT_CHARS} letters, digits, '_' and '-'"
+"""Names of tenants, in words."""
+_NAME: Final = re.compile(TENANT_PATTERN)
+
+
+def is_tenant_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
