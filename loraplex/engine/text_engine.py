@@ -19,7 +19,7 @@ from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexErro
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, PhaseTimes, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import StructuredOutput
-from loraplex.core.tenants import NO_TENANT
+from loraplex.core.tenants import NOBODY, Caller
 from loraplex.engine.bad_words import bad_word_ids
 from loraplex.engine.grammars import check_structured_output
 from loraplex.engine.interface import AsyncEngine
@@ -159,10 +159,7 @@ class TextEngine:
         request_id: str,
         output_token_ids: tuple[int, ...] = (),
         shown_ids: frozenset[int] = frozenset(),
-        tenant: str = NO_TENANT,
-        priority: int = 0,
-        cache_salt: str = "",
-        slo_ttft_s: float | None = None,
+        caller: Caller = NOBODY,
         traceparent: str = "",
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
@@ -170,14 +167,14 @@ class TextEngine:
         Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
-        `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`,
-        `slo_ttft_s`, `traceparent`: see EngineRequest.
+        `shown_ids`: special tokens whose names are part of the text. `caller`: whose request it is.
+        `traceparent`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
         requests: Iterator[EngineRequest] = self._expand(
-            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
+            checked, adapter, request_id, output_token_ids, caller
         )
         if traceparent:
             requests = (replace(each, traceparent=traceparent) for each in requests)
@@ -192,10 +189,7 @@ class TextEngine:
         adapter: str | None,
         request_id: str,
         output_token_ids: tuple[int, ...],
-        tenant: str,
-        priority: int,
-        cache_salt: str,
-        slo_ttft_s: float | None,
+        caller: Caller,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -211,10 +205,10 @@ class TextEngine:
                     adapter=adapter,
                     eos_token_ids=self.tokenizer.eos_token_ids,
                     output_token_ids=output_token_ids,
-                    tenant=tenant,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    slo_ttft_s=slo_ttft_s,
+                    tenant=caller.tenant,
+                    priority=caller.priority,
+                    cache_salt=caller.cache_salt,
+                    slo_ttft_s=caller.slo_ttft_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.request import FinishReason
-from loraplex.core.tenants import NO_TENANT
+from loraplex.core.tenants import NOBODY, Caller
 from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import counts_for_tenant, describe
@@ -84,7 +84,7 @@ class AnswerFormat(Protocol):
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
     the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
-    text. `tenant`, `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest."""
+    text. `caller`: whose request it is."""
 
     request_id: str
     checked: CheckedPrompts
@@ -94,10 +94,7 @@ class Generation:
     prompt_only: bool = False
     output_token_ids: tuple[int, ...] = ()
     shown_ids: frozenset[int] = frozenset()
-    tenant: str = NO_TENANT
-    priority: int = 0
-    cache_salt: str = ""
-    slo_ttft_s: float | None = None
+    caller: Caller = NOBODY
 
 
 class GenerationResponse(Response):
@@ -166,10 +163,7 @@ class GenerationResponse(Response):
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
             shown_ids=job.shown_ids,
-            tenant=job.tenant,
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            slo_ttft_s=job.slo_ttft_s,
+            caller=job.caller,
             traceparent=self._traceparent,
         )
 

@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.tenants import Caller
 from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
-from loraplex.fleet.waiting_room import Caller
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
@@ -151,9 +151,8 @@ async def _start_chat(
         on_failure.callback(lease.release)
         params = chat_params(body)
         spending = _spending(request, params.n, on_failure, param="n")
-        ticket = deps.waiting.admit(
-            params.n, adapter=lease.version, param="n", caller=_caller(request, lease, body)
-        )
+        caller = _caller(request, lease, body)
+        ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n", caller=caller)
         on_failure.callback(ticket.close)
         template = _template(deps, body)
         tools = chat_tools(body, template, deps.chat)
@@ -182,7 +181,7 @@ async def _start_chat(
                 raise type(error)(str(error), param="messages") from None
             raise
         generation = _generation(
-            request,
+            caller,
             "chatcmpl-" if asked is None else "resp_",
             checked,
             lease,
@@ -266,11 +265,12 @@ async def _start_completion(
         params = completion_params(body)
         num_choices = _num_choices(body, params)
         spending = _spending(request, num_choices, on_failure)
+        caller = _caller(request, lease, body)
         ticket = deps.waiting.admit(
             num_choices,
             adapter=lease.version,
             was_admitted=bool(body.output_token_ids) and access_of(request.scope).is_operator,
-            caller=_caller(request, lease, body),
+            caller=caller,
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
@@ -278,7 +278,7 @@ async def _start_completion(
         _spend(spending, checked, num_begun=len(body.output_token_ids or ()))
         prompt_only = body.max_tokens == 0
         generation = _generation(
-            request,
+            caller,
             "cmpl-",
             checked,
             lease,
@@ -307,9 +307,14 @@ async def _start_completion(
 
 
 def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
-    """Return whose request it is, for decisions about who is served when not all can be."""
+    """Return whose request it is, for decisions about who is served when not all can be, and about caches."""
     access = access_of(request.scope)
-    return Caller(tenant=access.tenant, priority=body.priority or 0, slo_ttft_s=access.slo_ttft_s(lease.name))
+    return Caller(
+        tenant=access.tenant,
+        priority=body.priority or 0,
+        slo_ttft_s=access.slo_ttft_s(lease.name),
+        cache_salt=_salt(access.cache_salt, body.cache_salt),
+    )
 
 
 def _spending(
@@ -338,7 +343,7 @@ def _spend(spending: Spending | None, checked: CheckedPrompts, *, num_begun: int
 
 
 def _generation(
-    request: Request,
+    caller: Caller,
     prefix: str,
     checked: CheckedPrompts,
     lease: Lease,
@@ -349,7 +354,6 @@ def _generation(
     shown_ids: frozenset[int] = frozenset(),
     include_usage: bool = False,
 ) -> Generation:
-    caller = _caller(request, lease, body)
     return Generation(
         request_id=f"{prefix}{uuid.uuid4().hex}",
         checked=checked,
@@ -360,10 +364,7 @@ def _generation(
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
         shown_ids=shown_ids,
-        tenant=caller.tenant,
-        priority=caller.priority,
-        cache_salt=_salt(access_of(request.scope).cache_salt, body.cache_salt),
-        slo_ttft_s=caller.slo_ttft_s,
+        caller=caller,
     )
 
 

@@ -26,7 +26,7 @@ from tenant_reader import NAMES, all_answers, as_tenant, chat, check_answers, te
 import loraplex
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
-from loraplex.fleet.waiting_room import Caller
+from loraplex.core.tenants import Caller
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
 
