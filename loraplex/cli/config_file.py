@@ -26,6 +26,8 @@ from loraplex.core.errors import UserError
 
 MAX_FILE_BYTES: Final = 1 << 20
 _WAIT_S: Final = 10.0
+_INTEGERS: Final = range(-(2**63), 2**63)
+"""Those that TOML has; its reader takes larger ones, too."""
 
 _HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(r"""\s*["']?([\w-]+)["']?\s*=""")
@@ -85,7 +87,7 @@ def read_config(path: Path, commands: Mapping[str, Mapping[str, FileOption]]) ->
     text = _read_text(path)
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also of an integer with thousands of digits
         raise ConfigError(f"{path} is no TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; a section has options, one a line") from None
@@ -171,6 +173,8 @@ def _no_key(section: str, key: str, options: Mapping[str, FileOption]) -> str:
 
 def _mismatch(value: Any, kind: Any) -> str | None:
     """Return the kind of value that an option takes, in words, if a value is of another kind."""
+    if isinstance(value, int) and value not in _INTEGERS:
+        return "a number of at most 64 bits"
     if get_origin(kind) is list:
         is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
         return None if is_list else "a list of strings"
@@ -194,6 +198,8 @@ def _described(value: Any) -> str:
             return "a list"
         case dict():
             return "a table"
+        case int() if value not in _INTEGERS:
+            return "a larger one"
         case int() | float():
             return f"{value}"
     return "a date or time"

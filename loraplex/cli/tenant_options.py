@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from loraplex.core.tenants import TenantPolicy
+from loraplex.core.tenants import TENANT_NAMES, TenantPolicy, is_tenant_name
 
 _UNITS: Final = {"ms": 1e-3, "s": 1.0}
 
@@ -84,8 +84,8 @@ def _parse_tenant(text: str) -> TenantPolicy:
         if parsed is None:
             _refuse(text, f"{value!r} is no {key.strip()}")
         fields[field] = parsed
-    if not name:
-        _refuse(text, "it has no name")
+    if not is_tenant_name(name):
+        _refuse(text, f"it has no name of {TENANT_NAMES}")
     return TenantPolicy(name=name, **fields)
 
 

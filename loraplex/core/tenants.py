@@ -1,12 +1,38 @@
-"""The rights of tenants, as far as decisions about requests depend on them."""
+"""Names and rights of tenants, and the senders of requests, as far as decisions depend on them."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Final
 
 NO_TENANT = ""
 """The tenant of requests without one: of a server without tenants, that of all requests."""
+
+MAX_TENANT_CHARS: Final = 64
+TENANT_PATTERN: Final = rf"[A-Za-z0-9_-]{{1,{MAX_TENANT_CHARS}}}"
+TENANT_NAMES: Final = f"1 to {MAX_TENANT_CHARS} letters, digits, '_' and '-'"
+"""Names of tenants, in words."""
+_NAME: Final = re.compile(TENANT_PATTERN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """The sender of a request, as EngineRequest has it. `slo_ttft_s`: the request's own objective; None for
+    that of its tenant, if it has one."""
+
+    tenant: str = NO_TENANT
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    cache_salt: str = ""
+
+
+NOBODY: Final = Caller()
+
+
+def is_tenant_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

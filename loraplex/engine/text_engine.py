@@ -19,7 +19,7 @@ from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexErro
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, PhaseTimes, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import StructuredOutput
-from loraplex.core.tenants import NO_TENANT
+from loraplex.core.tenants import NOBODY, Caller
 from loraplex.engine.bad_words import bad_word_ids
 from loraplex.engine.grammars import check_structured_output
 from loraplex.engine.interface import AsyncEngine
@@ -31,8 +31,8 @@ from loraplex.engine.tokenizer import Tokenizer
 _STARTED_AT_ONCE: Final = 16
 """Choices of one call to send to the engine before yielding to the event loop."""
 _MAX_OPTIONS: Final = 2**17
-"""Most biases and stop tokens of all choices of a call: each choice is sent to the engine with its own
-copy."""
+"""Most biases, stop tokens and tokens of bad words of all choices of a call: each choice is sent to the
+engine with its own copy."""
 
 
 class TopToken(NamedTuple):
@@ -159,10 +159,7 @@ class TextEngine:
         request_id: str,
         output_token_ids: tuple[int, ...] = (),
         shown_ids: frozenset[int] = frozenset(),
-        tenant: str = NO_TENANT,
-        priority: int = 0,
-        cache_salt: str = "",
-        slo_ttft_s: float | None = None,
+        caller: Caller = NOBODY,
         traceparent: str = "",
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yield batches of deltas, each with everything since the last one was taken.
@@ -170,14 +167,14 @@ class TextEngine:
         Ends after the last choice has finished. Closing it cancels the requests still running. A failure of
         one choice fails them all. `adapter`: a version, or None for the base model. `output_token_ids`: the
         beginning of each answer, generated elsewhere; stop strings that begin in it are not found.
-        `shown_ids`: special tokens whose names are part of the text. `tenant`, `priority`, `cache_salt`,
-        `slo_ttft_s`, `traceparent`: see EngineRequest.
+        `shown_ids`: special tokens whose names are part of the text. `caller`: whose request it is.
+        `traceparent`: see EngineRequest.
         """
         params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
         requests: Iterator[EngineRequest] = self._expand(
-            checked, adapter, request_id, output_token_ids, tenant, priority, cache_salt, slo_ttft_s
+            checked, adapter, request_id, output_token_ids, caller
         )
         if traceparent:
             requests = (replace(each, traceparent=traceparent) for each in requests)
@@ -192,10 +189,7 @@ class TextEngine:
         adapter: str | None,
         request_id: str,
         output_token_ids: tuple[int, ...],
-        tenant: str,
-        priority: int,
-        cache_salt: str,
-        slo_ttft_s: float | None,
+        caller: Caller,
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
@@ -211,10 +205,10 @@ class TextEngine:
                     adapter=adapter,
                     eos_token_ids=self.tokenizer.eos_token_ids,
                     output_token_ids=output_token_ids,
-                    tenant=tenant,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    slo_ttft_s=slo_ttft_s,
+                    tenant=caller.tenant,
+                    priority=caller.priority,
+                    cache_salt=caller.cache_salt,
+                    slo_ttft_s=caller.slo_ttft_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
@@ -442,12 +436,18 @@ def _ended_early() -> LoraplexError:
 
 def _check_options(params: SamplingParams, *, num_choices: int) -> None:
     """Refuse a call whose choices together have more options than an engine accepts at once."""
-    num_options = len(params.logit_bias) + len(params.stop_token_ids)
+    counts = {
+        "logit_bias": len(params.logit_bias),
+        "stop_token_ids": len(params.stop_token_ids),
+        "bad_words": sum(map(len, params.bad_word_ids)),
+    }
+    num_options = sum(counts.values())
     if num_options * num_choices > _MAX_OPTIONS:
         raise InvalidRequestError(
-            f"{num_choices} choices with {num_options} entries of logit_bias and stop_token_ids each are "
-            f"more than the {_MAX_OPTIONS:,} entries a request may have; send fewer choices in one request",
-            param="logit_bias" if params.logit_bias else "stop_token_ids",
+            f"{num_choices} choices with {num_options} entries of logit_bias, stop_token_ids and tokens of "
+            f"bad_words each are more than the {_MAX_OPTIONS:,} entries a request may have; send fewer "
+            "choices in one request",
+            param=max(counts, key=lambda name: counts[name]),
         )
 
 

@@ -18,26 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from loraplex.core.tenants import NO_TENANT, TenantPolicy
+from loraplex.core.tenants import Caller, TenantPolicy
 from loraplex.fleet.admission import Admission, Admitted, Forecast
 
 _RESERVED: Final = 0.5
 """Share of the places that is reserved for tenants."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """Whose request it is. `slo_ttft_s`: its own objective; None for that of its tenant, if it has one."""
-
-    tenant: str = NO_TENANT
-    priority: int = 0
-    slo_ttft_s: float | None = None
-
-
-NOBODY: Final = Caller()
 
 
 class Limit(NamedTuple):

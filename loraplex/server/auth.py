@@ -11,7 +11,6 @@ admin key.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Sequence
 from typing import Final
@@ -26,6 +25,7 @@ from loraplex.server.page.files import is_page_path
 from loraplex.server.refusal import refuse
 from loraplex.server.request_log import request_record
 from loraplex.server.tenants.access import UNRESTRICTED, Access, access_of, grant
+from loraplex.server.tenants.keys import digest_of
 from loraplex.server.tenants.tenants import Tenants
 
 _OPEN_PATHS: Final = frozenset({*READY_PATHS, LIVE_PATH})
@@ -39,14 +39,14 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         # Digests have equal length, so the comparison's time reveals neither a key's length nor a matching
         # prefix.
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [digest_of(key.encode()) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def match(self, scope: Scope) -> bool:
         key = _key_of(scope)
-        given = _digest(key or b"")
+        given = digest_of(key or b"")
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return key is not None and any(matches)
 
@@ -173,7 +173,3 @@ def _key_of(scope: Scope) -> bytes | None:
     header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, key = header.partition(b" ")
     return key.strip() or None if scheme.lower() == b"bearer" else None
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

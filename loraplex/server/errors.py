@@ -234,6 +234,15 @@ def describe(error: Exception) -> HttpError:
             return _http_error(500, "internal error; the server's log has the details")
 
 
+def counts_for_tenant(error: BaseException | None) -> bool:
+    """Return whether a request that ended with this error counts against its tenant's limits: unless it was
+    refused with 429, or the server failed."""
+    if not isinstance(error, Exception) or isinstance(error, ClientDisconnect):
+        return True
+    status = describe(error).status
+    return status != HTTPStatus.TOO_MANY_REQUESTS and status < HTTPStatus.INTERNAL_SERVER_ERROR
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Route every exception, ours or not, through `describe`."""
 

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.request import FinishReason
-from loraplex.core.tenants import NO_TENANT
+from loraplex.core.tenants import NOBODY, Caller
 from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.server.disconnect import run_until_disconnect
-from loraplex.server.errors import describe
+from loraplex.server.errors import counts_for_tenant, describe
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
 from loraplex.server.request_log import part_sender, request_record
@@ -84,7 +84,7 @@ class AnswerFormat(Protocol):
 class Generation:
     """An accepted request. `prompt_only`: generated tokens are dropped and not counted. `output_token_ids`:
     the beginning of the answer, generated elsewhere. `shown_ids`: special tokens that are part of the
-    text. `tenant`, `priority`, `cache_salt`, `slo_ttft_s`: see EngineRequest."""
+    text. `caller`: whose request it is."""
 
     request_id: str
     checked: CheckedPrompts
@@ -94,10 +94,7 @@ class Generation:
     prompt_only: bool = False
     output_token_ids: tuple[int, ...] = ()
     shown_ids: frozenset[int] = frozenset()
-    tenant: str = NO_TENANT
-    priority: int = 0
-    cache_salt: str = ""
-    slo_ttft_s: float | None = None
+    caller: Caller = NOBODY
 
 
 class GenerationResponse(Response):
@@ -130,6 +127,7 @@ class GenerationResponse(Response):
         self._spending = spending
         self._pacer = pacer
         self._usage = _UsageCount(generation, is_resampled)
+        self._failure: Exception | None = None
         self._traceparent = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,15 +141,19 @@ class GenerationResponse(Response):
         except ClientDisconnect:
             pass  # the client is gone
         except Exception as error:
-            self._meter.fail(error)
+            self._fail(error)
             raise
         finally:
             if self._spending is not None:
-                has_failed = self._meter.failure is not None
-                self._spending.close(is_complete=self._meter.is_complete, is_refused=has_failed)
+                is_refused = not counts_for_tenant(self._failure)
+                self._spending.close(is_complete=self._meter.is_complete, is_refused=is_refused)
             self._meter.close()
             self._ticket.close()
             self._generation.lease.release()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._meter.fail(error)
 
     def _batches(self) -> AsyncGenerator[list[TextDelta], None]:
         job = self._generation
@@ -161,10 +163,7 @@ class GenerationResponse(Response):
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
             shown_ids=job.shown_ids,
-            tenant=job.tenant,
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            slo_ttft_s=job.slo_ttft_s,
+            caller=job.caller,
             traceparent=self._traceparent,
         )
 
@@ -218,7 +217,7 @@ class GenerationResponse(Response):
                 await self._send_chunks(send, batch)
         except Exception as error:
             # The status has been sent: the stream itself must report the error, then end.
-            self._meter.fail(error)
+            self._fail(error)
             if not isinstance(error, LoraplexError):
                 logger.exception("a stream failed")
             await _send_part(send, b"data: " + describe(error).body() + b"\n\n")

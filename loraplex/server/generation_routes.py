@@ -15,18 +15,18 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.tenants import Caller
 from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
-from loraplex.fleet.waiting_room import Caller
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
-from loraplex.server.errors import describe
+from loraplex.server.errors import counts_for_tenant
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import request_record
@@ -46,8 +46,6 @@ from loraplex.server.waiting import WaitingTicket
 # Prompts × n of one request; each becomes a separate engine request.
 MAX_CHOICES_PER_REQUEST: Final = 2048
 _ERRORS: Final = (401, 404, 429, 500, 503)
-_NOT_COUNTED: Final = frozenset({429, *range(500, 600)})
-"""Statuses of answers that do not count against a tenant's limits."""
 
 
 def generation_router(deps: ServerDeps) -> APIRouter:
@@ -153,9 +151,8 @@ async def _start_chat(
         on_failure.callback(lease.release)
         params = chat_params(body)
         spending = _spending(request, params.n, on_failure, param="n")
-        ticket = deps.waiting.admit(
-            params.n, adapter=lease.version, param="n", caller=_caller(request, lease, body)
-        )
+        caller = _caller(request, lease, body)
+        ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n", caller=caller)
         on_failure.callback(ticket.close)
         template = _template(deps, body)
         tools = chat_tools(body, template, deps.chat)
@@ -184,7 +181,7 @@ async def _start_chat(
                 raise type(error)(str(error), param="messages") from None
             raise
         generation = _generation(
-            request,
+            caller,
             "chatcmpl-" if asked is None else "resp_",
             checked,
             lease,
@@ -268,19 +265,20 @@ async def _start_completion(
         params = completion_params(body)
         num_choices = _num_choices(body, params)
         spending = _spending(request, num_choices, on_failure)
+        caller = _caller(request, lease, body)
         ticket = deps.waiting.admit(
             num_choices,
             adapter=lease.version,
-            was_admitted=bool(body.output_token_ids),
-            caller=_caller(request, lease, body),
+            was_admitted=bool(body.output_token_ids) and access_of(request.scope).is_operator,
+            caller=caller,
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
         checked, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
-        _spend(spending, checked)
+        _spend(spending, checked, num_begun=len(body.output_token_ids or ()))
         prompt_only = body.max_tokens == 0
         generation = _generation(
-            request,
+            caller,
             "cmpl-",
             checked,
             lease,
@@ -309,9 +307,14 @@ async def _start_completion(
 
 
 def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
-    """Return whose request it is, for decisions about who is served when not all can be."""
+    """Return whose request it is, for decisions about who is served when not all can be, and about caches."""
     access = access_of(request.scope)
-    return Caller(tenant=access.tenant, priority=body.priority or 0, slo_ttft_s=access.slo_ttft_s(lease.name))
+    return Caller(
+        tenant=access.tenant,
+        priority=body.priority or 0,
+        slo_ttft_s=access.slo_ttft_s(lease.name),
+        cache_salt=_salt(access.cache_salt, body.cache_salt),
+    )
 
 
 def _spending(
@@ -325,23 +328,22 @@ def _spending(
     spending = account.admit(num_choices, param=param)
 
     def close(kind: object, error: BaseException | None, traceback: object) -> None:
-        is_ours = isinstance(error, Exception) and describe(error).status in _NOT_COUNTED
-        spending.close(is_refused=is_ours)
+        spending.close(is_refused=not counts_for_tenant(error))
 
     on_failure.push(close)
     return spending
 
 
-def _spend(spending: Spending | None, checked: CheckedPrompts) -> None:
-    """Count the tokens of the prompts; raises as `_spending` does."""
+def _spend(spending: Spending | None, checked: CheckedPrompts, *, num_begun: int = 0) -> None:
+    """Count the tokens of the prompts, and `num_begun` of an answer begun elsewhere, which are computed like
+    them; raises as `_spending` does."""
     if spending is not None:
-        spending.encoded(
-            sum(map(len, checked.prompts)), max(params.max_tokens or 0 for params in checked.fitted)
-        )
+        most = max(params.max_tokens or 0 for params in checked.fitted)
+        spending.encoded(sum(map(len, checked.prompts)) + num_begun, most - num_begun)
 
 
 def _generation(
-    request: Request,
+    caller: Caller,
     prefix: str,
     checked: CheckedPrompts,
     lease: Lease,
@@ -352,7 +354,6 @@ def _generation(
     shown_ids: frozenset[int] = frozenset(),
     include_usage: bool = False,
 ) -> Generation:
-    caller = _caller(request, lease, body)
     return Generation(
         request_id=f"{prefix}{uuid.uuid4().hex}",
         checked=checked,
@@ -363,10 +364,7 @@ def _generation(
         prompt_only=prompt_only,
         output_token_ids=output_token_ids,
         shown_ids=shown_ids,
-        tenant=caller.tenant,
-        priority=caller.priority,
-        cache_salt=_salt(access_of(request.scope).cache_salt, body.cache_salt),
-        slo_ttft_s=caller.slo_ttft_s,
+        caller=caller,
     )
 
 

@@ -18,9 +18,9 @@ from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidRequestError
-from loraplex.core.tenants import TenantPolicy
+from loraplex.core.tenants import NOBODY, Caller, TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.fleet.waiting_room import NOBODY, Caller, WaitingRoom
+from loraplex.fleet.waiting_room import WaitingRoom
 from loraplex.server.errors import QueueFullError
 from loraplex.server.rate_limits import Header, RateLimit, rate_limit_headers
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from loraplex.core.tenants import Caller
 from loraplex.fleet.admission import Forecast
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.first_token import forecast
-from loraplex.fleet.waiting_room import Caller, WaitingRoom
+from loraplex.fleet.waiting_room import WaitingRoom
 from loraplex.workload.jsonl import WorkloadRequest
 
 

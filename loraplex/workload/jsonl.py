@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.core.tenants import NO_TENANT
+from loraplex.core.tenants import NO_TENANT, TENANT_NAMES, TENANT_PATTERN, is_tenant_name
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.request import Scalar, Workload, WorkloadHeader, WorkloadRequest
 from loraplex.workload.text_files import read_lines, write_text
@@ -37,8 +37,6 @@ __all__ = [
 VERSION: Final = 1
 KEYS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "adapter")
 _TENANT_KEY: Final = "tenant"
-_MAX_NAME: Final = 128
-"""Most characters of a tenant's name."""
 _VERSION_KEY: Final = "loraplex_workload"
 _LATEST_S: Final = 1e10
 """Latest arrival in seconds, about three centuries: beyond it, a float does not resolve a step's duration."""
@@ -47,7 +45,8 @@ _HEADER_KEYS: Final = (_VERSION_KEY, "ranks", "names", "duration_s", "recipe")
 # which takes several times as long. All other lines are parsed strictly.
 _PLAIN_LINE: Final = re.compile(
     r'\{"arrival_s": ((?:0|[1-9]\d{0,15})\.\d{1,17}), "prompt_tokens": ([1-9]\d{0,15}), '
-    r'"output_tokens": ([1-9]\d{0,15}), "adapter": (0|[1-9]\d{0,15})(?:, "tenant": "([\w.-]{1,128})")?\}',
+    r'"output_tokens": ([1-9]\d{0,15}), "adapter": (0|[1-9]\d{0,15})'
+    rf'(?:, "tenant": "({TENANT_PATTERN})")?\}}',
     re.ASCII,
 )
 
@@ -217,8 +216,8 @@ def _request_of(fields: dict[str, Any]) -> WorkloadRequest:
     if _VERSION_KEY in fields:
         raise ValueError("a header must be the first line")
     tenant = fields.pop(_TENANT_KEY, NO_TENANT)
-    if not isinstance(tenant, str) or len(tenant) > _MAX_NAME:
-        raise ValueError(f"tenant must be a name of at most {_MAX_NAME} characters")
+    if not isinstance(tenant, str) or not (tenant == NO_TENANT or is_tenant_name(tenant)):
+        raise ValueError(f"tenant must be a name of {TENANT_NAMES}")
     if fields.keys() != set(KEYS):
         _refuse_keys(fields)
     return WorkloadRequest(

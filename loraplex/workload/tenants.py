@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from loraplex.core.tenants import TENANT_NAMES, is_tenant_name
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.request import Workload, WorkloadHeader, WorkloadRequest
 from loraplex.workload.streams import Purpose, stream
 
 _BATCH: Final = 4096
-_MAX_NAME: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,11 @@ def parse_tenant_mix(text: str) -> TenantMix:
             value = float(weight) if colon else 1.0
         except ValueError:
             value = -1.0
-        if not name or len(name) > _MAX_NAME or not 0 < value < float("inf"):
-            raise WorkloadError(f"{part!r} is no tenant with a weight; write them like acme:10,small:1")
+        if not is_tenant_name(name) or not 0 < value < float("inf"):
+            raise WorkloadError(
+                f"{part!r} is no tenant with a weight; write them like acme:10,small:1, with names of "
+                f"{TENANT_NAMES}"
+            )
         if name in names:
             raise WorkloadError(f"tenant {name!r} is given twice")
         names.append(name)

@@ -11,6 +11,7 @@ from serving_fakes import FakeEngine, Script, says, tiny_tokenizer
 from loraplex.core.errors import AdapterError, EngineDeadError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.sampling import MAX_SEED, SamplingParams
+from loraplex.core.tenants import Caller
 from loraplex.engine.text_engine import TextDelta, TextEngine
 
 PROMPT = [10, 11, 12]
@@ -58,17 +59,19 @@ def test_choices_of_several_prompts_are_counted_through() -> None:
     assert {(request.tenant, request.priority) for request in engine.requests} == {("", 0)}
 
 
-def test_every_choice_has_the_tenant_and_the_priority_of_its_request() -> None:
+def test_every_choice_has_the_caller_of_its_request() -> None:
     text_engine, engine = make_engine(says("Hello"))
 
     async def run() -> None:
         checked = text_engine.check([[30], [40]], SamplingParams(n=2))
-        stream = text_engine.stream(checked, adapter=None, request_id="r", tenant="acme", priority=-3)
+        caller = Caller(tenant="acme", priority=-3, slo_ttft_s=2.0, cache_salt="acme/x")
+        stream = text_engine.stream(checked, adapter=None, request_id="r", caller=caller)
         async for _ in stream:
             pass
 
     asyncio.run(run())
-    assert [(request.tenant, request.priority) for request in engine.requests] == [("acme", -3)] * 4
+    found = [(each.tenant, each.priority, each.slo_ttft_s, each.cache_salt) for each in engine.requests]
+    assert found == [("acme", -3, 2.0, "acme/x")] * 4
 
 
 def seeds_of(seed: int, n: int) -> list[int | None]:

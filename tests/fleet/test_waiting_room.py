@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fleet_views import fleet_of, request_of
 
-from loraplex.core.tenants import TenantPolicy
+from loraplex.core.tenants import NOBODY, Caller, TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.first_token import forecast
-from loraplex.fleet.waiting_room import NOBODY, Caller, WaitingRoom
+from loraplex.fleet.waiting_room import WaitingRoom
 
 BUSY = Forecast(ttft_s=5.0, alone_s=1.0, is_idle=False)
 A, B, BATCH = Caller(tenant="a"), Caller(tenant="b"), Caller(tenant="batch")

@@ -33,7 +33,7 @@ from loraplex.server.batches.store import BatchLimits, BatchStore
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.engine_status import EngineState, EngineStatus, Fleet
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.remote_adapters import RemoteAdapters
@@ -114,6 +114,7 @@ def make_server(
     names: tuple[str, ...] = ("pirate", "poet"),
     batches: BatchLimits | None = None,
     make_engine: Callable[[Callable[[EngineRequest], Script]], FakeEngine] = FakeEngine,
+    fleet: Fleet | None = None,
 ) -> Served:
     """Return a server of the adapters with these names. `tenants`: the text of its tenants file."""
     engine = make_engine(script or says("Hello world! How are you?"))
@@ -143,6 +144,7 @@ def make_server(
         drain_timeout_s=drain_timeout_s,
         is_resampled=is_resampled,
         is_ready_without_adapters=is_ready_without_adapters,
+        fleet=fleet,
         tenants=None
         if tenants is None
         else Tenants(parse_tenants(tenants, Path("tenants.toml")), clock or ManualClock()),

@@ -456,6 +456,10 @@ def test_health_says_what_the_matter_is(
                 "logit_bias": {str(i): 1 for i in range(100)},
             },
         ),
+        (
+            "/v1/completions",
+            {"model": "base", "prompt": ["x"] * 16, "n": 128, "bad_words": ["Hello world"] * 64},
+        ),
         ("/v1/completions", {"model": "base", "prompt": "x", "metadata": {"a": [[[]]] * 100_000}}),
         (
             "/v1/chat/completions",

@@ -143,6 +143,8 @@ def test_each_command_reads_its_own_section(write: Any, started: list[ServeOptio
         ("[serve]\nmax-ttft = nan", "nan is no time"),
         ("[serve\nport = 1", "is no TOML"),
         ("x = " + "[" * 5000, "nested too deeply"),
+        (f"[serve]\nport = {'9' * 5000}", "is no TOML: Exceeds the limit (4300 digits)"),
+        (f"[serve]\nport = 0x{'f' * 5000}", ":2: port is a number of at most 64 bits, not a larger one"),
         (b"[serve]\nhost = '\xff'", "is not UTF-8"),
         (b"#" * ((1 << 20) + 1), "is larger than 1 MiB"),
     ],

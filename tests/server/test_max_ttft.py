@@ -20,10 +20,9 @@ from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
-from loraplex.core.tenants import TenantPolicy
+from loraplex.core.tenants import Caller, TenantPolicy
 from loraplex.engine.output_stream import Take
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.fleet.waiting_room import Caller
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json

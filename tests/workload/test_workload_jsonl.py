@@ -34,7 +34,7 @@ def test_reads_every_request_in_order(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("tenant", ["acme", "Zoë & Söhne", 'a "b"', "x" * 128])
+@pytest.mark.parametrize("tenant", ["acme", "A_1-b", "x" * 64])
 def test_requests_keep_their_tenant(tmp_path: Path, tenant: str) -> None:
     requests = [
         WorkloadRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=1, adapter=0, tenant=each)
@@ -46,11 +46,11 @@ def test_requests_keep_their_tenant(tmp_path: Path, tenant: str) -> None:
     assert path.read_text().count("tenant") == 1
 
 
-@pytest.mark.parametrize("tenant", [None, 3, ["a"], "x" * 129])
+@pytest.mark.parametrize("tenant", [None, 3, ["a"], "x" * 65, "a.b", "Zoë", "a\n"])
 def test_a_tenant_that_is_no_name_is_refused(tmp_path: Path, tenant: object) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text(line(tenant=tenant))
-    with pytest.raises(WorkloadError, match=r"w\.jsonl:1: tenant must be a name of at most 128 characters"):
+    with pytest.raises(WorkloadError, match=r"w\.jsonl:1: tenant must be a name of 1 to 64 letters"):
         read_workload(path)
 
 

@@ -51,8 +51,8 @@ class Account:
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._clock = clock
-        self._requests: MinuteWindow | None = None
-        self._tokens: MinuteWindow | None = None
+        self._requests = MinuteWindow(limits.requests_per_minute)
+        self._tokens = MinuteWindow(limits.tokens_per_minute)
         self._expected = float(_EXPECTED_AT_FIRST)
         self.num_in_flight = 0
         self.num_requests = 0
@@ -60,13 +60,13 @@ class Account:
         self.num_generated_tokens = 0
         self.num_refused: Counter[OverQuota] = Counter()
         self.num_reached: Counter[Reached] = Counter()
-        self.change(limits)
+        self.limits = limits
 
     def change(self, limits: Limits) -> None:
-        """Set the limits; what was used stays used."""
+        """Set the limits; what was used stays used, also without a limit."""
         self.limits = limits
-        self._requests = _changed(self._requests, limits.requests_per_minute)
-        self._tokens = _changed(self._tokens, limits.tokens_per_minute)
+        self._requests.limit = limits.requests_per_minute
+        self._tokens.limit = limits.tokens_per_minute
 
     def admit(self, num_choices: int, *, param: str = "prompt") -> Spending:
         """Count a request with this number of prompts × n, 0 for one that generates nothing. Raises
@@ -75,10 +75,9 @@ class Account:
         self._check_in_flight(num_choices, param)
         now_s = self._clock.now_s()
         self._check_requests(now_s)
-        if self._tokens is not None and num_choices:
-            self._check_tokens(self._tokens, now_s)
-        if self._requests is not None:
-            self._requests.use(1, now_s)
+        if num_choices:
+            self._check_tokens(now_s)
+        self._requests.use(1, now_s)
         self.num_requests += 1
         self.num_in_flight += num_choices
         return Spending(self, num_choices)
@@ -90,39 +89,36 @@ class Account:
         return rate_limit_headers(
             RateLimit(kind, window.limit, window.room(now_s), window.reset_s(now_s))
             for kind, window in windows
-            if window is not None
+            if window.limit is not None
         )
 
     @property
     def requests_left(self) -> int | None:
         """Requests that may be made now; None without a limit."""
-        return None if self._requests is None else max(self._requests.room(self._clock.now_s()), 0)
+        return self._left_of(self._requests)
 
     @property
     def tokens_left(self) -> int | None:
         """Tokens that are left of this minute's; None without a limit."""
-        return None if self._tokens is None else max(self._tokens.room(self._clock.now_s()), 0)
+        return self._left_of(self._tokens)
 
     def check_prompt(self, num_tokens: int, param: str) -> None:
         """Raise for prompts that never fit a minute, or that come when no tokens are left."""
-        if self._tokens is None:
-            return
-        if num_tokens > self._tokens.limit:
+        limit = self.limits.tokens_per_minute
+        if limit is not None and num_tokens > limit:
             raise InvalidRequestError(
-                f"this request has {num_tokens:,} prompt tokens, more than the {self._tokens.limit:,} tokens "
+                f"this request has {num_tokens:,} prompt tokens, more than the {limit:,} tokens "
                 "per minute of this key's tenant; shorten it, or send it in parts",
                 param=param,
             )
-        self._check_tokens(self._tokens, self._clock.now_s())
+        self._check_tokens(self._clock.now_s())
 
     def expected(self, num_choices: int, max_tokens: int) -> int:
         """Return the number of tokens that choices will probably generate."""
         return num_choices * min(max_tokens, math.ceil(self._expected))
 
     def use_tokens(self, num_tokens: int) -> None:
-        """Count tokens against the limit; below 0 to give them back."""
-        if self._tokens is None:
-            return
+        """Count tokens of this minute; below 0 to give them back."""
         if num_tokens >= 0:
             self._tokens.use(num_tokens, self._clock.now_s())
         else:
@@ -135,8 +131,10 @@ class Account:
     def uncount(self) -> None:
         """Undo a request that was refused after it was admitted, or that the server failed to answer."""
         self.num_requests -= 1
-        if self._requests is not None:
-            self._requests.give_back(1, self._clock.now_s())
+        self._requests.give_back(1, self._clock.now_s())
+
+    def _left_of(self, window: MinuteWindow) -> int | None:
+        return None if window.limit is None else max(window.room(self._clock.now_s()), 0)
 
     def _check_in_flight(self, num_choices: int, param: str) -> None:
         limit = self.limits.max_in_flight
@@ -152,11 +150,12 @@ class Account:
 
     def _check_requests(self, now_s: float) -> None:
         window = self._requests
-        if window is not None and window.room(now_s) < 1:
+        if window.limit is not None and window.room(now_s) < 1:
             self._refuse(OverQuota.REQUESTS, f"{window.limit:,} requests per minute", window.wait_s(1, now_s))
 
-    def _check_tokens(self, window: MinuteWindow, now_s: float) -> None:
-        if window.room(now_s) < 1:
+    def _check_tokens(self, now_s: float) -> None:
+        window = self._tokens
+        if window.limit is not None and window.room(now_s) < 1:
             self._refuse(OverQuota.TOKENS, f"{window.limit:,} tokens per minute", window.wait_s(1, now_s))
 
     def _refuse(self, reason: OverQuota, limit: str, wait_s: float) -> None:
@@ -212,12 +211,3 @@ class Spending:
             account.uncount()
             account.use_tokens(-self._num_prompt_tokens)
             account.num_prompt_tokens -= self._num_prompt_tokens
-
-
-def _changed(window: MinuteWindow | None, limit: int | None) -> MinuteWindow | None:
-    if limit is None:
-        return None
-    if window is None:
-        return MinuteWindow(limit)
-    window.limit = limit
-    return window

@@ -19,10 +19,9 @@ _KEPT_S: Final = _KEPT_SLOTS / _SLOTS_PER_S
 
 
 class MinuteWindow:
-    """`limit`: what may be used in a minute; it may be changed at any time."""
+    """`limit`: what may be used in a minute, None for any amount; it may be changed at any time."""
 
-    def __init__(self, limit: int) -> None:
-        assert limit > 0
+    def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self._slots: deque[list[int]] = deque()  # [slot, amount], oldest first
         self._booked = 0
@@ -31,7 +30,9 @@ class MinuteWindow:
     def use(self, amount: int, now_s: float) -> None:
         """Use an amount, even beyond the limit."""
         self._advance(now_s)
-        booked = min(amount, max(self.limit - self._booked, 0)) if not self._debt else 0
+        booked = amount
+        if self.limit is not None:
+            booked = 0 if self._debt else min(amount, max(self.limit - self._booked, 0))
         self._book(booked, int(now_s * _SLOTS_PER_S))
         self._debt += amount - booked
 
@@ -51,7 +52,8 @@ class MinuteWindow:
                 self._slots.pop()
 
     def room(self, now_s: float) -> int:
-        """Return what may be used now; negative if too much was used."""
+        """Return what may be used now; negative if too much was used. Not without a limit."""
+        assert self.limit is not None
         self._advance(now_s)
         return self.limit - self._booked - self._debt
 
@@ -60,7 +62,8 @@ class MinuteWindow:
         missing = wanted - self.room(now_s)
         if missing <= 0:
             return 0.0
-        rounds, missing = divmod(missing - 1, self.limit)
+        assert self.limit is not None
+        rounds, missing = divmod(missing - 1, self.limit) if self._debt else (0, missing - 1)
         for slot, amount in self._slots:
             missing -= amount
             if missing < 0:
@@ -72,7 +75,8 @@ class MinuteWindow:
         self._advance(now_s)
         if not self._slots:
             return 0.0
-        return self._expiry_s(self._slots[-1][0]) - now_s + _KEPT_S * -(-self._debt // self.limit)
+        rounds = 0 if self.limit is None else -(-self._debt // self.limit)
+        return self._expiry_s(self._slots[-1][0]) - now_s + _KEPT_S * rounds
 
     def _advance(self, now_s: float) -> None:
         """Let amounts expire, and book debt in their places."""
@@ -81,7 +85,8 @@ class MinuteWindow:
         while slots and (expired := slots[0][0] + _KEPT_SLOTS) <= now:
             _, amount = slots.popleft()
             self._booked -= amount
-            repaid = min(self._debt, max(self.limit - self._booked, 0))
+            free = self._debt if self.limit is None else max(self.limit - self._booked, 0)
+            repaid = min(self._debt, free)
             self._debt -= repaid
             self._book(repaid, expired)
 

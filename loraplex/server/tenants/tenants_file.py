@@ -30,13 +30,11 @@ from msgspec import Meta
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.remote import AllowedSources
 from loraplex.core.errors import LoraplexError, UserError
-from loraplex.core.tenants import TenantPolicy
+from loraplex.core.tenants import MAX_TENANT_CHARS, TENANT_NAMES, TenantPolicy, is_tenant_name
 from loraplex.server.tenants.account import Limits
 from loraplex.server.tenants.keys import StoredKey
 from loraplex.server.tenants.patterns import Patterns, why_no_pattern
 
-MAX_NAME_CHARS: Final = 64
-_NAME: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}")
 _MAX_BYTES: Final = 16 * 2**20
 _MOST: Final = 10**12
 _LOCATION: Final = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -144,12 +142,12 @@ def parse_tenants(text: str, path: Path) -> TenantsFile:
     """Return the tenants of a file's text. Raises TenantsFileError."""
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of an integer with thousands of digits
         raise TenantsFileError(f"{path} is not valid TOML: {error}") from None
     _refuse_unknown(data, ("tenants", "adapters", "share_prefix_cache"), f"{path}")
     shares = data.get("share_prefix_cache", False)
     if not isinstance(shares, bool):
-        raise TenantsFileError(f"{path}: share_prefix_cache is {shares!r}; write true or false")
+        raise TenantsFileError(f"{path}: share_prefix_cache is neither true nor false; write one of them")
     tables, slo_tables = (_tables(data, kind, path) for kind in ("tenants", "adapters"))
     tenants = {name: tenant_of(name, table, path) for name, table in tables.items()}
     _refuse_twins(tenants.values(), path)
@@ -164,10 +162,9 @@ def parse_tenants(text: str, path: Path) -> TenantsFile:
 
 
 def _check_name(name: str, where: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not is_tenant_name(name):
         raise TenantsFileError(
-            f"{where}: {name[:MAX_NAME_CHARS]!r} cannot be a tenant's name; use 1 to {MAX_NAME_CHARS} "
-            "letters, digits, '_' and '-'"
+            f"{where}: {name[:MAX_TENANT_CHARS]!r} cannot be a tenant's name; use {TENANT_NAMES}"
         )
 
 
@@ -247,9 +244,9 @@ def _convert(data: dict[str, Any], kind: type[_S], where: str) -> _S:
 def _refuse_unknown(data: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     for option in data:
         if option not in known:
-            near = difflib.get_close_matches(option[:MAX_NAME_CHARS], known, n=1)
+            near = difflib.get_close_matches(option[:MAX_TENANT_CHARS], known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-            raise TenantsFileError(f"{where}: there is no option {option[:MAX_NAME_CHARS]!r}; {hint}")
+            raise TenantsFileError(f"{where}: there is no option {option[:MAX_TENANT_CHARS]!r}; {hint}")
 
 
 def _refuse_twins(tenants: Iterable[Tenant], path: Path) -> None:

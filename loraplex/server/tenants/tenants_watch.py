@@ -36,7 +36,7 @@ class TenantsWatch:
         self._mark = _mark(path)
         text = read_text(path)
         self._text: str | None = text
-        self.tenants = Tenants(parse_tenants(text, path), clock)
+        self.tenants = Tenants(_tenants_of(text, path), clock)
         self._told: list[Callable[[Sequence[TenantPolicy]], None]] = []
 
     def tell(self, listener: Callable[[Sequence[TenantPolicy]], None]) -> None:
@@ -45,10 +45,15 @@ class TenantsWatch:
         listener(self.tenants.policies())
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Watch until cancelled, whatever happens: a defect must not end it unseen."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:
+                logger.exception("the tenants file %s could not be put in force", self._path)
+                kind = type(error).__name__
+                self.tenants.trouble = f"{self._path} failed ({kind}); the server's log has the details"
 
     async def look(self) -> None:
         """Put the file in force if it has changed and can be used."""
@@ -61,16 +66,19 @@ class TenantsWatch:
             if text == self._text:
                 self._settle()
                 return
-            file = await asyncio.to_thread(parse_tenants, text, self._path)
+            file = await asyncio.to_thread(_tenants_of, text, self._path)
         except TenantsFileError as error:
             self._report(error)
             return
-        self._text = text
         self.tenants.replace(file)
+        self._text = text
         self.tenants.trouble = None
         logger.info("the tenants file has changed and is in force: %s", _words(file))
         for listener in self._told:
-            listener(self.tenants.policies())
+            try:
+                listener(self.tenants.policies())
+            except Exception:
+                logger.exception("a part of the server did not take the changed tenants")
 
     def notes(self, served: Sequence[str]) -> list[str]:
         """Return notes on patterns that match none of these adapters. They may match later ones."""
@@ -94,6 +102,18 @@ class TenantsWatch:
         if str(error) != self.tenants.trouble:
             self.tenants.trouble = str(error)
             logger.warning("%s; until then, the tenants file as it was before is in force", error)
+
+
+def _tenants_of(text: str, path: Path) -> TenantsFile:
+    """Return the tenants of a file's text. Raises TenantsFileError, also for a file without any: it would
+    lock everybody out, and an editor may empty a file before it writes it."""
+    file = parse_tenants(text, path)
+    if not file.tenants:
+        raise TenantsFileError(
+            f"{path} has no tenants; add one with: loraplex tenant add NAME --tenants {path}, or start the "
+            "server without --tenants"
+        )
+    return file
 
 
 def _mark(path: Path) -> Mark:

@@ -212,7 +212,8 @@ def test_what_never_fits_is_refused_for_good() -> None:
 
 
 def test_limits_change_and_what_was_used_stays_used() -> None:
-    tenant = account(ManualClock(), requests=10)
+    clock = ManualClock()
+    tenant = account(clock, requests=10)
     for _ in range(5):
         tenant.admit(1)
     tenant.change(Limits(requests_per_minute=6))
@@ -222,7 +223,27 @@ def test_limits_change_and_what_was_used_stays_used() -> None:
         tenant.admit(1)
     tenant.change(Limits())
     assert tenant.headers() == []
-    tenant.admit(1)
+    tenant.admit(1).generated(500)
+    tenant.change(Limits(requests_per_minute=7, tokens_per_minute=100))
+    assert (tenant.requests_left, tenant.tokens_left) == (1, 0)
+    with pytest.raises(QuotaError) as refused:
+        tenant.admit(1)
+    assert refused.value.retry_after_s == 61, "no debt: it was allowed when it was used"
+    clock.advance(61)
+    assert (tenant.requests_left, tenant.tokens_left) == (7, 100)
+
+
+def test_debt_is_forgiven_while_there_is_no_limit() -> None:
+    clock = ManualClock()
+    tenant = account(clock, tokens=100)
+    tenant.admit(1).generated(5_000)
+    tenant.change(Limits())
+    tenant.admit(1).generated(10)
+    for _ in range(2):
+        clock.advance(61)
+        tenant.admit(1).close()
+    tenant.change(Limits(tokens_per_minute=100))
+    assert tenant.tokens_left == 100
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import hashlib
 import json
 import logging
 import re
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,40 +19,16 @@ import httpx
 import openai
 import pytest
 from log_lines import Lines
-from server_fixtures import USER, Api, Served, events, live, stored, write_adapter
+from server_fixtures import USER, Api, Served, events, live, write_adapter
 from serving_fakes import says
+from tenant_reader import NAMES, all_answers, as_tenant, chat, check_answers, tenants_file
 
 import loraplex
 from loraplex.core.clock import ManualClock
-from loraplex.fleet.waiting_room import Caller
+from loraplex.core.errors import EngineDeadError, InvalidRequestError
+from loraplex.core.tenants import Caller
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
-
-NAMES = ("acme-chat", "acme-code", "globex-chat", "globex-secret", "shared-poet")
-OTHERS = ("globex-chat", "globex-secret", "globex", "ops")
-"""Names that acme must never read."""
-
-
-def tenants_file(folder: Path | str = "/srv", **more: str) -> str:
-    tables = {
-        "acme": f'adapters = ["acme-*", "shared-*"]\nadministers = ["acme-*"]\nload_from = ["{folder}/acme"]',
-        "globex": 'adapters = ["globex-*", "shared-*"]\nbase_model = false',
-        "ops": "operator = true",
-        "prometheus": "metrics = true\nbase_model = false",
-    }
-    return "\n".join(
-        f"[tenants.{name}]\nkeys = [{stored(name + '-key')}]\n{text}\n{more.get(name, '')}"
-        for name, text in tables.items()
-    )
-
-
-def as_tenant(name: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {name}-key"}
-
-
-def chat(api: Api, name: str, model: str, **fields: Any) -> httpx.Response:
-    body = {"model": model, "messages": USER, **fields}
-    return api.post("/v1/chat/completions", body, headers=as_tenant(name))
 
 
 @pytest.fixture
@@ -117,51 +96,6 @@ def test_a_hidden_adapter_is_answered_as_one_that_is_not_there(api: Api) -> None
         assert there.text == not_there.text.replace(absent, hidden)
 
 
-def all_answers(api: Api, name: str, tmp_path: Path) -> list[tuple[str, httpx.Response]]:
-    """Return the answers of every route to a tenant, to good and bad requests, by what was asked."""
-    key = as_tenant(name)
-    models = (
-        "base",
-        "acme-chat",
-        "acme-cha",
-        "globe-chat",
-        "secret",
-        "shared-poe",
-        "base:globe-chat",
-        "",
-        "*",
-    )
-    bodies: list[dict[str, Any]] = [
-        *({"model": model, "messages": USER, "max_tokens": 2} for model in models),
-        *({"model": model, "messages": USER, "max_tokens": 2, "stream": True} for model in models),
-        *({"model": model, "prompt": "x", "max_tokens": 2, "n": 3, "logprobs": 1} for model in models),
-        *({"model": model, "prompt": [1] * 5_000} for model in models),
-        {"model": "acme-chat", "messages": USER, "nonsense": 1},
-        {"lora_name": "acme-new", "lora_path": str(tmp_path / "acme" / "new")},
-        {"lora_name": "acme-new", "lora_path": str(tmp_path / "globex" / "new")},
-        {"lora_name": "acme-ne", "lora_path": "../globex/new"},
-        {"lora_name": "acme-other", "lora_path": "new"},
-        {"lora_name": "acme-other", "lora_path": "owner/repo"},
-        {"lora_name": "acme-other", "lora_path": "acme/missing"},
-        *({"lora_name": model, "lora_path": "x"} for model in models),
-        *({"lora_name": model} for model in models),
-        {"replica": 0}, {"replicas": 1}, {"replicas": [0], "adapters": []}, {},
-    ]  # fmt: skip
-    paths: dict[str, Any] = api.get("/openapi.json", headers=key).json()["paths"]
-    found: list[tuple[str, httpx.Response]] = []
-    for path, methods in paths.items():
-        for method in (*methods, "delete", "head", "options"):
-            filled = [path.replace("{model_id}", model) for model in models] if "{" in path else [path]
-            for url in filled:
-                for body in bodies if method in ("post", "put") else [None]:
-                    options = {} if body is None else {"json": body}
-                    answer = api.request(method.upper(), url, headers=key, **options)
-                    found.append((f"{method} {url} {json.dumps(body)[:80]}", answer))
-    for url in ("/docs", "/nothing", "/v1/fleet", "/v1/fleet/placement", "/openapi.json"):
-        found.append((url, api.get(url, headers=key)))
-    return found
-
-
 def test_no_answer_names_anything_of_another_tenant(api: Api, tmp_path: Path) -> None:
     for model in NAMES:
         assert chat(api, "ops", model, max_tokens=2).status_code == 200
@@ -172,13 +106,7 @@ def test_no_answer_names_anything_of_another_tenant(api: Api, tmp_path: Path) ->
     assert max(statuses) < 500
     served = {adapter.name for adapter in api.served.service.served()}
     assert "acme-new" in served, "its own load works"
-    for asked, answer in answers:
-        read = answer.text + str(answer.headers)
-        asked_itself = [name for name in OTHERS if name in asked]
-        for name in OTHERS:
-            assert name in asked_itself or name not in read, (asked, answer.text)
-        # Counts of requests that others made.
-        assert "adapter_requests_total" not in read
+    check_answers(answers)
     mine = {each["name"]: each for each in api.get("/v1/adapters", headers=as_tenant("acme")).json()["data"]}
     assert (mine["shared-poet"]["requests"], mine["acme-code"]["requests"]) == (0, 1)
     assert {each["path"] for each in mine.values()} == {None}
@@ -325,6 +253,64 @@ def test_what_the_server_could_not_take_is_not_counted(make_api: Callable[..., A
     assert chat(api, "acme", "base", temperature=-1).status_code == 400
     assert chat(api, "acme", "base", max_tokens=1).status_code == 200
     assert chat(api, "acme", "base", max_tokens=1).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "left"),
+    [(None, 1), (EngineDeadError("died"), 1), (InvalidRequestError("no", param="seed"), 0)],
+)
+def test_a_request_that_the_engine_fails_counts_if_it_was_wrong(
+    make_api: Callable[..., Api], failure: Exception | None, left: int, stream: bool
+) -> None:
+    text = tenants_file(acme="requests_per_minute = 1\n")
+    api = make_api(says("a b", fail_after=0, failure=failure), tenants=text, names=NAMES)
+    chat(api, "acme", "base", stream=stream)
+    found = api.get("/v1/models", headers=as_tenant("acme"))
+    assert limits_of(found)["remaining-requests"] == str(left)
+
+
+def test_a_client_that_leaves_is_counted(
+    make_served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tenants_file(acme="requests_per_minute = 5\n")
+    served = make_served(tenants=text, names=NAMES)
+    encoding, left = threading.Event(), threading.Event()
+
+    async def never(*given: Any, **options: Any) -> list[int]:
+        encoding.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+        return []
+
+    monkeypatch.setattr(served.deps.text.prompts, "encode_chat", never)
+    with live(served) as url, httpx.Client(base_url=url, headers=as_tenant("acme")) as client:
+        with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as connection:
+            body = json.dumps({"model": "base", "messages": USER}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(f"{head}Authorization: Bearer acme-key\r\n\r\n".encode() + body)
+            assert encoding.wait(30)
+        assert left.wait(30)
+        found = client.get("/v1/tenants").json()["data"][0]
+        assert (found["requests"], limits_of(client.get("/v1/models"))["remaining-requests"]) == (1, "4")
+
+
+def test_an_answer_begun_elsewhere_passes_no_limit_of_a_tenant(make_api: Callable[..., Api]) -> None:
+    text = tenants_file(acme="tokens_per_minute = 1000\n")
+    api = make_api(says("a b c"), tenants=text, names=NAMES, waiting=WaitingLimits(max_requests=1))
+    body = {"model": "base", "prompt": [1, 2], "output_token_ids": [5] * 90, "max_tokens": 100}
+
+    def send(name: str) -> httpx.Response:
+        return api.post("/v1/completions", body, headers=as_tenant(name))
+
+    held = api.served.deps.waiting.admit(1)
+    assert [send(name).status_code for name in ("acme", "ops")] == [429, 200]
+    held.close()
+    generated = send("acme").json()["usage"]["completion_tokens"]
+    after = api.get("/v1/models", headers=as_tenant("acme"))
+    assert limits_of(after)["remaining-tokens"] == str(1000 - 2 - 90 - generated)
 
 
 def test_the_official_client_reads_the_limits_and_a_stream_that_is_left_costs_what_came(

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.tenants import TenantPolicy
+from loraplex.server.tenants import tenants_watch
 from loraplex.server.tenants.keys import StoredKey
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_edit import add_tenant, rotate_key
@@ -114,7 +115,9 @@ def test_everything_that_the_file_says_is_there() -> None:
         (f"[tenants.{'a' * 65}]\n", "cannot be a tenant's name"),
         ("tenants = 3", "'tenants' must hold tables"),
         ("tenants.a = 3", "'tenants' must hold tables"),
-        ("share_prefix_cache = 'yes'", "write true or false"),
+        ("share_prefix_cache = 'yes'", "neither true nor false"),
+        (f"share_prefix_cache = 0x{'f' * 5000}", "neither true nor false"),
+        (f"[tenants.a]\nshare = {'9' * 5000}", "not valid TOML: .*4300 digits"),
         ("[adapters.x]\nslo = 1", r"\[adapters.x\]: there is no option 'slo'; did you mean 'slo_t"),
         ("a = " + "[" * 5000, "not valid TOML"),
     ],
@@ -319,6 +322,9 @@ def _replace_by_folder(path: Path) -> None:
         (Path.unlink, "there is no tenants file"),
         (_replace_by_folder, "is not a file"),
         (lambda path: path.write_text("[tenants.ac"), "not valid TOML"),
+        (lambda path: path.write_text(f"a = {'9' * 5000}"), "not valid TOML"),
+        (lambda path: path.write_text(""), "has no tenants"),
+        (lambda path: path.write_text("share_prefix_cache = true\n"), "has no tenants"),
     ],
 )
 def test_a_file_that_cannot_be_used_leaves_the_last_one_in_force(
@@ -347,9 +353,48 @@ def test_a_file_that_cannot_be_used_leaves_the_last_one_in_force(
     assert watch.tenants.num_changes == 0, "it is the file that was in force"
 
 
+def test_the_watch_goes_on_whatever_fails(
+    watched: tuple[Path, TenantsWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, watch = watched
+    monkeypatch.setattr(tenants_watch, "INTERVAL_S", 0.0)
+    parse = tenants_watch.parse_tenants
+    in_force = asyncio.Event()
+
+    def parse_what_is_no_defect(text: str, path: Path) -> TenantsFile:
+        assert "defect" not in text
+        return parse(text, path)
+
+    def refuse(policies: Sequence[TenantPolicy]) -> None:
+        assert len(policies) == 1, "this one takes no more"
+
+    async def change() -> None:
+        running = asyncio.create_task(watch.run())
+        path.write_text("# defect")
+        while watch.tenants.trouble is None:
+            await asyncio.sleep(0)
+        assert "AssertionError" in watch.tenants.trouble
+        assert watch.tenants.find(b"k") is not None
+        path.write_text("[tenants.acme]\n[tenants.other]\n")
+        await in_force.wait()
+        assert not running.done()
+        assert watch.tenants.trouble is None
+        running.cancel()
+
+    watch.tell(refuse)
+    watch.tell(lambda policies: in_force.set() if len(policies) == 2 else None)
+    monkeypatch.setattr(tenants_watch, "parse_tenants", parse_what_is_no_defect)
+    asyncio.run(asyncio.wait_for(change(), 30))
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert ["could not be put in force" in errors[0], "did not take" in errors[1]] == [True, True]
+
+
 def test_a_server_does_not_start_without_a_usable_file(tmp_path: Path) -> None:
     with pytest.raises(TenantsFileError, match="there is no tenants file"):
         TenantsWatch(tmp_path / "missing", ManualClock())
+    (tmp_path / "empty").touch()
+    with pytest.raises(TenantsFileError, match="has no tenants; add one with: loraplex tenant add"):
+        TenantsWatch(tmp_path / "empty", ManualClock())
 
 
 def test_patterns_without_adapters_are_noted(watched: tuple[Path, TenantsWatch]) -> None:
