@@ -155,7 +155,7 @@ def test_every_request_gets_the_text_it_would_have_had_alone(
     engine.close()
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     batching=st.sampled_from([each for each in Batching if each is not Batching.FCFS]),
     requests=st.lists(arrivals, min_size=4, max_size=14),

@@ -72,6 +72,7 @@ def gaps_of(outcome: Outcome) -> Any:
     )
 
 
+@pytest.mark.slow
 @QUICK
 @given(engine=SLOT_ENGINES, seed=st.integers(0, 10_000), rps=RATES)
 def test_a_leap_of_an_engine_with_slots_is_its_steps(engine: dict[str, Any], seed: int, rps: float) -> None:

@@ -177,7 +177,17 @@ def test_the_twin_decides_what_the_live_engine_decided(base: tuple[Path, Any], t
     assert sum(len(loads) for _, loads, _, _ in live) > 5
 
 
-@pytest.mark.parametrize("batching", [each for each in Batching if each is not Batching.FCFS])
+@pytest.mark.parametrize(
+    "batching",
+    [
+        Batching.AUTO,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in Batching
+            if each not in (Batching.FCFS, Batching.AUTO)
+        ),
+    ],
+)
 def test_the_twin_decides_the_same_under_every_batching_policy(
     base: tuple[Path, Any], tmp_path: Path, batching: Batching, monkeypatch: pytest.MonkeyPatch
 ) -> None:

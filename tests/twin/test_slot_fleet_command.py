@@ -71,6 +71,7 @@ def test_policies_of_engines_with_slots_are_compared(slots: Path, workload: Path
     assert list(written(out)["policies"]) == ["rank-aware+everywhere", "routing-table+loraserve"]
 
 
+@pytest.mark.slow
 def test_capacity_of_engines_with_slots_is_found(slots: Path, workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     args = ("--policies", "most-idle", "--attainment", "0.9", "--slo-tpt", "100ms", "--json", str(out))

@@ -24,6 +24,7 @@ def profile() -> CostModel:
     return found
 
 
+@pytest.mark.slow
 @QUICK
 @given(
     seed=st.integers(0, 10_000),

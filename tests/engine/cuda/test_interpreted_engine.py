@@ -260,6 +260,7 @@ def deltas(block: torch.Tensor) -> dict[tuple[int, int], tuple[int, torch.Tensor
     return found
 
 
+@pytest.mark.slow
 def test_padding_changes_no_text() -> None:
     def padded() -> Engine:
         return interpreted(padded_to=32)

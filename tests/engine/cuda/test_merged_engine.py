@@ -115,6 +115,7 @@ def test_merged_steps_without_graphs_of_their_own_run_kernel_by_kernel(recorder:
     merging.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
 def test_graphs_over_merged_weights_change_no_text(recorder: RunAgain) -> None:
     expected = [greedy("abc", VERSIONS[0], tokens=3), greedy("abc", VERSIONS[2], tokens=3)]
@@ -162,6 +163,7 @@ def test_adapters_whose_merged_weights_never_fit_are_not_merged() -> None:
     tiny.close()
 
 
+@pytest.mark.slow
 def test_many_merges_change_no_bit() -> None:
     """Into one buffer, as the engine does: base weights and each adapter's merged ones are those of the
     start."""

@@ -47,7 +47,10 @@ class Served:
     specs: dict[str, AdapterSpec]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mistral", "qwen2")), "qwen3"],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp(f"shards-{request.param}")
     base = save_model(root / "base", request.param)

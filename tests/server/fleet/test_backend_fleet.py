@@ -142,6 +142,7 @@ def test_a_refused_option_that_vllm_has_too_is_named_as_there(given: tuple[str, 
     assert f"when they are started (to vLLM as {in_vllm})" in told
 
 
+@pytest.mark.slow
 def test_a_stream_outlives_the_server_behind_the_front(
     front: str, backends: list[tuple[subprocess.Popen[str], str]]
 ) -> None:
