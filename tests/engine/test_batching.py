@@ -82,6 +82,7 @@ def test_merged_without_any_adapter_in_use_is_the_base_model(served: Served) -> 
     engine.close()
 
 
+@pytest.mark.slow
 def test_two_shards_merge_their_parts(served: Served) -> None:
     expected, _, _ = texts(served, Batching.FCFS)
     found, num_merges, _ = texts(served, Batching.MERGED, tensor_parallel=2)

@@ -202,6 +202,7 @@ def test_a_server_killed_while_it_merges_serves_the_same_after_a_start(
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 def test_a_request_on_merged_weights_ends_with_them_while_its_adapter_is_replaced(
     url: str, folder: Path
 ) -> None:

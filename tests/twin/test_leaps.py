@@ -103,6 +103,7 @@ def test_a_leap_of_our_own_engine_is_its_steps(engine: dict[str, Any], seed: int
     stepping.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @QUICK
 @given(engine=OWN_ENGINES, seed=st.integers(0, 10_000), rps=RATES, others_from=st.sampled_from([1, 20, 45]))
 def test_a_leap_is_its_steps_before_and_after_other_tenants_come(

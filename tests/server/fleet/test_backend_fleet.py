@@ -311,6 +311,7 @@ def test_loads_of_one_name_through_both_at_once_end_in_one_version(
             assert {front.version_of_answer("both") for front in fronts} == {version}
 
 
+@pytest.mark.slow
 def test_a_front_outlives_the_other_which_comes_back_with_what_was_changed_meanwhile(
     fronts: tuple[Front, Front], folder: Path, options: tuple[str, ...]
 ) -> None:
