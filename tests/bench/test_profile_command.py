@@ -341,6 +341,7 @@ def test_things_are_timed_in_turn_and_the_first_time_does_not_count() -> None:
     assert shares[1:] == pytest.approx([each / 16 for each in spent_s[1:]]), "by time, not by number"
 
 
+@pytest.mark.slow
 def test_as_many_cases_are_timed_as_there_is_time_for() -> None:
     clock, calls = ManualClock(), list[int]()
 
@@ -438,6 +439,7 @@ def test_cases_held_out_are_others_than_those_fitted(on_gpu: bool) -> None:
         assert len({features_of(case).num_adapters for case in cases}) > 2
 
 
+@pytest.mark.slow
 def test_steps_of_serving_are_timed_from_one_request_to_many() -> None:
     engine = build_random_engine(RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32))
     specs = random_specs("served", "tiny", num_adapters=3, ranks=(8,), modules="q,k,v")

@@ -44,7 +44,7 @@ BY_ID = [
     ("DELETE", "/v1/files/{file_id}"),
     ("POST", "/v1/batches/{batch_id}/cancel"),
 ]
-CALLS_PER_BODY = 36
+CALLS_PER_BODY = 42
 MANY_CALLS = 10_000
 RULED = {"adapter_id", "tools", "tool_choice", "response_format"}
 CHECKS = [

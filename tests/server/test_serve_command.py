@@ -201,6 +201,7 @@ def test_an_adapter_is_given_as_a_name_and_a_source(given: list[str], exit_code:
     assert words in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_does_not_start_without_an_adapter_that_is_given_by_itself(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_merge_kernels_are_compiled_ahead_only_where_adapters_are_merged(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

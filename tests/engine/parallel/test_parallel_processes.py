@@ -104,6 +104,7 @@ def test_a_shard_that_cannot_be_loaded_ends_the_start_with_its_reason(
         start_parallel(build, count=2, device="cpu", num_threads=1, report=lambda phase, fraction: None)
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_with_its_parent() -> None:
     their_calls, calls = Pipe(duplex=False)
     answers, their_answers = Pipe(duplex=False)
