@@ -87,6 +87,7 @@ def serve_options(
     adapter_sources = option.parse_adapters(adapter)
     max_delay = parse_delay(max_delay_by_grouping, batching)
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
+    borrowing = parse_borrowing(max_borrowing)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.remote import locate_adapter
@@ -111,7 +112,7 @@ def serve_options(
         loads_popular=load_popular,
         batching=batching,
         max_delay=max_delay,
-        max_borrowing=parse_borrowing(max_borrowing),
+        max_borrowing=borrowing,
         kv_swap_memory_bytes=kv_swap_bytes,
     )
     return ServeOptions(
@@ -131,7 +132,12 @@ def serve_options(
         tenants=tenants,
         allowed_hosts=hosts,
         allowed_origins=origins,
-        waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
+        waiting=WaitingLimits(
+            max_requests=max_waiting,
+            max_tokens=max_waiting_tokens,
+            max_ttft_s=max_ttft_s,
+            max_borrowing=borrowing,
+        ),
         connections=ConnectionLimits(max_connections=max_connections),
         chat=ChatOptions(
             tool_call_parser=tool_call_parser,

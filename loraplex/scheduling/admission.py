@@ -46,6 +46,7 @@ class Admission:
         queues: RequestQueues,
         pressure: MemoryPressure,
         swapping: Swapping | None,
+        borrowing: Borrowing,
     ) -> None:
         self._config = config
         self._memory = memory
@@ -59,7 +60,7 @@ class Admission:
         self._slots = queues.slots
         self._pressure = pressure
         self._swapping = swapping
-        self.borrowing: Borrowing | None = None
+        self._borrowing = borrowing
 
     def bring_in(self) -> None:
         """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
@@ -140,9 +141,9 @@ class Admission:
     def _is_bounded(self, sequence: RequestState, bounded: set[str]) -> bool:
         """Return whether the tenant of a request may not run more, and if so, add it to `bounded`."""
         tenant = sequence.request.tenant
-        if self.borrowing is None or tenant in bounded:
+        if not self._borrowing.is_bounded or tenant in bounded:
             return tenant in bounded
-        if self.borrowing.may_run(sequence, self._running):
+        if self._borrowing.may_run(sequence, self._running):
             return False
         bounded.add(tenant)
         return True

@@ -121,6 +121,7 @@ class FairShare:
         self._counters: dict[str, float] = {}
         self._last_waited = NO_TENANT
         self._num_special = 0  # requests present that have a priority or an SLO
+        self._num_paced = 0  # requests present that have an objective for the time per token
 
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants; those without have a share of 1."""
@@ -141,6 +142,19 @@ class FairShare:
             return request.slo_ttft_s
         policy = self._policies.get(request.tenant)
         return None if policy is None else policy.slo_ttft
+
+    def slo_tpt_s(self, request: EngineRequest) -> float | None:
+        """Return the seconds that each later token of a request should take at most; None without a
+        target."""
+        if request.slo_tpt_s is not None:
+            return request.slo_tpt_s
+        policy = self._policies.get(request.tenant)
+        return None if policy is None else policy.slo_tpt
+
+    @property
+    def has_paces(self) -> bool:
+        """Return whether any request in the engine has an objective for the time per token."""
+        return self._num_paced > 0
 
     @property
     def has_many(self) -> bool:
@@ -170,6 +184,7 @@ class FairShare:
         """Record that a request arrives. `waiting`: the tenants that wait already."""
         tenant = request.request.tenant
         self._num_special += _is_special(request.request, request.slo_ttft_s)
+        self._num_paced += request.slo_tpt_s is not None
         if tenant in self._counters and (tenant in waiting or not self.has_many):
             return
         self._counters.setdefault(tenant, 0.0)
@@ -208,6 +223,7 @@ class FairShare:
     def ended(self, request: RequestState) -> None:
         """Record that a request has left the engine."""
         self._num_special -= _is_special(request.request, request.slo_ttft_s)
+        self._num_paced -= request.slo_tpt_s is not None
 
     def _charge(self, request: RequestState, cost: float) -> None:
         tenant = request.request.tenant

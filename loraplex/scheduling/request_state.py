@@ -23,7 +23,7 @@ class RequestState:
     waiting queue; smaller numbers run first. `arrival`: number of requests that arrived before. `arrived_s`:
     sum of the predicted seconds of all steps before its arrival; `delayed_s`: predicted seconds of steps that
     it was left out of. `queued_s`: time of its arrival, by the scheduler's clock; `slo_ttft_s`: seconds after
-    it until when its first token should come. `num_charged`: tokens that its
+    it until when its first token should come; `slo_tpt_s`: those that each later one should take. `num_charged`: tokens that its
     tenant was charged for (`fair_share`).
     """
 
@@ -46,6 +46,7 @@ class RequestState:
         "queued_s",
         "request",
         "request_id",
+        "slo_tpt_s",
         "slo_ttft_s",
         "token_ids",
     )
@@ -72,6 +73,7 @@ class RequestState:
         self.delayed_s = 0.0
         self.queued_s = queued_s
         self.slo_ttft_s: float | None = None
+        self.slo_tpt_s: float | None = None
         self.num_charged = 0
 
     @property

@@ -309,10 +309,12 @@ async def _start_completion(
 def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
     """Return whose request it is, for decisions about who is served when not all can be, and about caches."""
     access = access_of(request.scope)
+    slo_ttft_s, slo_tpt_s = access.slos_of(lease.name)
     return Caller(
         tenant=access.tenant,
         priority=body.priority or 0,
-        slo_ttft_s=access.slo_ttft_s(lease.name),
+        slo_ttft_s=slo_ttft_s,
+        slo_tpt_s=slo_tpt_s,
         cache_salt=_salt(access.cache_salt, body.cache_salt),
     )
 

@@ -95,7 +95,7 @@ def test_many_tenants_are_not_counted_again_for_each_that_waits(monkeypatch: pyt
         asked.append(tenant)
         return 1.0
 
-    monkeypatch.setattr(made._fair, "share", share)
+    monkeypatch.setattr(made._places, "_share", share)
     for number in range(200):
         assert made.may_run(RequestState(request_of(f"t{number}")), ())
     assert len(asked) == 200
