@@ -88,6 +88,7 @@ def serve_options(
     max_delay = parse_delay(max_delay_by_grouping, batching)
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
     borrowing = parse_borrowing(max_borrowing)
+    option.refuse_tenants_with(batching, tenants, borrowing)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.remote import locate_adapter

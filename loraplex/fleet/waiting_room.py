@@ -113,7 +113,9 @@ class WaitingRoom:
         return used + num_requests <= reserved or num_free >= for_others
 
     def limit_s(self, caller: Caller) -> Limit:
-        """Return how long a first token may take."""
+        """Return how long a first token may take. Lines of batches wait as long as they have to."""
+        if caller.priority >= BATCH_PRIORITY:
+            return Limit(None, is_slo=False)
         policy = self._policies.get(caller.tenant)
         slo_s = caller.slo_ttft_s
         if slo_s is None and policy is not None:
@@ -125,6 +127,8 @@ class WaitingRoom:
 
     def pace_s(self, caller: Caller) -> float | None:
         """Return how long each token after the first may take; None for any time."""
+        if caller.priority >= BATCH_PRIORITY:
+            return None
         if caller.slo_tpt_s is not None:
             return caller.slo_tpt_s
         policy = self._policies.get(caller.tenant)

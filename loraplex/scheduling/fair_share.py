@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from loraplex.core.request import EngineRequest
-from loraplex.core.tenants import NO_TENANT, TenantPolicy
+from loraplex.core.tenants import BATCH_PRIORITY, NO_TENANT, TenantPolicy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
@@ -137,7 +137,10 @@ class FairShare:
         return 0 if policy is None else policy.priority
 
     def slo_ttft_s(self, request: EngineRequest) -> float | None:
-        """Return the seconds within which a request should have its first token; None without a target."""
+        """Return the seconds within which a request should have its first token; None without a target, as
+        lines of batches are."""
+        if request.priority >= BATCH_PRIORITY:
+            return None
         if request.slo_ttft_s is not None:
             return request.slo_ttft_s
         policy = self._policies.get(request.tenant)
@@ -145,7 +148,9 @@ class FairShare:
 
     def slo_tpt_s(self, request: EngineRequest) -> float | None:
         """Return the seconds that each later token of a request should take at most; None without a
-        target."""
+        target, as lines of batches are."""
+        if request.priority >= BATCH_PRIORITY:
+            return None
         if request.slo_tpt_s is not None:
             return request.slo_tpt_s
         policy = self._policies.get(request.tenant)

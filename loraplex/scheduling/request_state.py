@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from loraplex.core.request import EngineRequest
+from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.scheduling.plan import Chunk
 
 
@@ -75,6 +76,16 @@ class RequestState:
         self.slo_ttft_s: float | None = None
         self.slo_tpt_s: float | None = None
         self.num_charged = 0
+
+    @property
+    def is_line(self) -> bool:
+        """Return whether it is a line of a batch, which comes after all live requests."""
+        return self.request.priority >= BATCH_PRIORITY
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Its place among all requests, running or not, where batching policies displace running ones."""
+        return self.request.priority, self.arrival
 
     @property
     def num_tokens(self) -> int:
