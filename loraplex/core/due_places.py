@@ -1,5 +1,7 @@
-"""How much a tenant may run beyond its share while others use an engine: decided by the schedule, for each step
-(`scheduling.borrowing`), and by the forecast by which a server refuses requests (`fleet.first_token`).
+"""How much a tenant may run beyond its share while others use an engine.
+
+The schedule asks this for each step (`scheduling.borrowing`), and the forecast by which a server refuses
+requests, too (`fleet.first_token`).
 
 A tenant that has long asked for much more than its share may run
 

@@ -25,8 +25,8 @@ _MIN_SHARE: Final = 0.25
 
 
 class Bounded(NamedTuple):
-    """A tenant that runs more than it is due only as far as others keep their pace (`core.due_places`), in the
-    whole fleet. `num_before`: its requests that run, and those that wait before the one that is asked about.
+    """A tenant that runs more than it is due only as far as others keep their pace (`core.due_places`), in
+    the whole fleet. `num_before`: its requests that run, and those that wait before the one asked about.
     `due`: how many it is due to run. `bound`, `paces_s`: see `longest_step_s`."""
 
     num_before: int
@@ -56,8 +56,8 @@ class Forecast(NamedTuple):
 
 
 class Admission:
-    """Enforces limits on the time to the first token, or on that for each later one. `max_ttft_s`: that of all
-    requests; None for none.
+    """Enforces limits on the time to the first token, or on that for each later one. `max_ttft_s`: that of
+    all requests; None for none.
 
     A request for an idle replica is always admitted: sending it later would gain nothing.
     """

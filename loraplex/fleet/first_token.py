@@ -1,8 +1,8 @@
 """Predict when a request would get its first token on a replica, and how long each later one would take.
 
 It waits for the work before it: waiting prompts are prefilled in steps that also decode, a place in the batch
-or KV memory may have to become free, and the adapter may have to be loaded. A tenant that may run only so many
-requests waits for one of its own to end, as the schedule decides it (`core.due_places`).
+or KV memory may have to become free, and the adapter may have to be loaded. A tenant that may run only so
+many requests waits for one of its own to end, as the schedule decides it (`core.due_places`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _own_room_s(
         RequestSets(
             num_requests=num_others + nums,
             sum_ranks=before.sum_ranks / mix * (num_others + nums),
-            max_rank=np.repeat(before.max_rank, len(nums)),
+            max_rank=before.max_rank + 0.0 * nums,
             prompt_tokens=before.prompt_tokens / mix * (num_others + nums),
             kv_tokens=before.kv_tokens / mix * (num_others + nums),
             num_adapters=before.num_adapters / mix * (num_others + nums),

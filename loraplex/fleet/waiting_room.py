@@ -1,4 +1,4 @@
-"""The requests that wait for their first token, or run, by tenant, and which are refused when not all can be served.
+"""The requests of a server by tenant, and which are refused when not all can be served.
 
 A request is refused at once if it could not be served in time: by the predicted time to its first token,
 which counts only the requests that would be served before it. By fair shares (`scheduling.fair_share`) these
@@ -65,8 +65,8 @@ class _Line:
 
 class WaitingRoom:
     """Counts the waiting and running requests of a server. `admission`: corrects predictions by what was
-    measured; those for a tenant with rights by its own requests, as soon as there are enough. `max_borrowing`:
-    that of the engines."""
+    measured; those for a tenant with rights by its own requests, as soon as there are enough.
+    `max_borrowing`: that of the engines."""
 
     def __init__(
         self, max_requests: int, max_ttft_s: float | None = None, max_borrowing: float | None = None
@@ -234,7 +234,7 @@ class WaitingRoom:
         return Verdict(retry_after_s, ttft_s, limit_s, is_slo)
 
     def _is_too_slow(self, predicted: Forecast, caller: Caller, pace_s: float) -> bool:
-        """Return whether a request would miss its objective for the time per token. That of a tenant which has
+        """Return whether a request would miss its objective for the time per token. That of a tenant with
         nothing here is admitted unless it would without any correction: see `_is_first`."""
         if not self._paces.is_too_slow(predicted, pace_s):
             return False

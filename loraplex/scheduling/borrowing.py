@@ -1,8 +1,8 @@
 """Bounds how much a tenant runs beyond its share while others use the engine, so that these keep their pace.
 
 Fair shares alone never leave the engine idle: a tenant that asks for more gets what the others leave. But
-then every step is full, each takes longer, and a request of another tenant waits for a place. So a tenant that
-asks for much more than its share runs more than it is due (`core.due_places`) only
+then every step is full, each takes longer, and a request of another tenant waits for a place. So a tenant
+that asks for much more than its share runs more than it is due (`core.due_places`) only
 
     as long as steps get longer by no more than a bound, if there is one
     as long as running requests of the others keep their objectives for the time per token (`slo_tpt`)

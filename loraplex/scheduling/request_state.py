@@ -24,8 +24,8 @@ class RequestState:
     waiting queue; smaller numbers run first. `arrival`: number of requests that arrived before. `arrived_s`:
     sum of the predicted seconds of all steps before its arrival; `delayed_s`: predicted seconds of steps that
     it was left out of. `queued_s`: time of its arrival, by the scheduler's clock; `slo_ttft_s`: seconds after
-    it until when its first token should come; `slo_tpt_s`: those that each later one should take. `num_charged`: tokens that its
-    tenant was charged for (`fair_share`).
+    it until when its first token should come; `slo_tpt_s`: those that each later one should take.
+    `num_charged`: tokens that its tenant was charged for (`fair_share`).
     """
 
     __slots__ = (

@@ -278,8 +278,8 @@ class RequestMeter:
 
     @property
     def tpt_s(self) -> float | None:
-        """Seconds for each token after the first, of a complete answer that has any. Not for a request that is
-        closed."""
+        """Seconds for each token after the first, of a complete answer that has any. Not for a request that
+        is closed."""
         tokens_each = self._num_tokens / self.num_choices
         if self.first_token_s is None or tokens_each <= 1 or not self.is_complete:
             return None

@@ -203,7 +203,9 @@ class WaitingBook:
         limit = f"its objective is {verdict.limit_s:g} s"
         if not verdict.is_slo:
             limit = f"at most {verdict.limit_s:g} s are allowed here (--max-ttft)"
-        what = "each token after the first would take" if verdict.is_pace else "the first token would come after"
+        what = (
+            "each token after the first would take" if verdict.is_pace else "the first token would come after"
+        )
         raise QueueFullError(
             f"the server has too much to do: {what} about {verdict.seconds:.2g} s, and {limit}; try again in "
             f"{seconds} s",

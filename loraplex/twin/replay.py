@@ -121,8 +121,8 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
     """Raise UserError for an option that has no effect on this kind of engine."""
     if not options.batching.knows_tenants and (options.tenants or options.max_borrowing is not None):
         raise UserError(
-            f"--batching {options.batching} knows no tenants; leave --tenant and --max-borrowing out, or choose "
-            "fcfs, grouped or auto"
+            f"--batching {options.batching} knows no tenants; leave --tenant and --max-borrowing out, or "
+            "choose fcfs, grouped or auto"
         )
     if isinstance(profile, CostModel):
         if options.num_slots is not None:

@@ -1,9 +1,9 @@
 """Requests that wait in front of servers which know no tenants, in the order of fair shares.
 
 Servers behind `--backend` serve what they are sent in an order of their own. So where requests compete, each
-server has only a few without a token, and the others wait here: first come those that an engine of ours would
-serve first (`scheduling.fair_queue`). What tenants got is counted in tokens, since nobody knows what they cost
-there.
+server has only a few without a token, and the others wait here: first come those that an engine of ours
+would serve first (`scheduling.fair_queue`). What tenants got is counted in tokens, since nobody knows what
+they cost there.
 
     enter --> waiting --- a server has room ---> sent --- first token ---> started --> leave
 """
@@ -24,7 +24,7 @@ from loraplex.scheduling.fair_share import FairShare, RequestCosts
 from loraplex.scheduling.request_state import RequestState
 
 _UNSTARTED_PER_SERVER: Final = 8
-"""Requests without a token that a server has: enough for its next steps, few enough for whoever comes next."""
+"""Requests without a token that a server has: enough for its next steps, few enough for who comes next."""
 
 
 class _Turn:

@@ -69,8 +69,8 @@ class Access:
         return ("*",) if self._tenant is None or self.is_operator else self._tenant.administers.texts
 
     def slos_of(self, adapter: str | None) -> tuple[float | None, float | None]:
-        """Return the targets of an adapter, for the first token and for each later one; None for those that it
-        has not of its own."""
+        """Return the targets of an adapter, for the first token and for each later one; None for those that
+        it has not of its own."""
         slo = None if adapter is None else self._slos.get(adapter)
         return (None, None) if slo is None else (slo.slo_ttft, slo.slo_tpt)
 
