@@ -75,6 +75,7 @@ class WaitingRoom:
         self._admissions: dict[str, Admission] = {}
         self._paces = Admission(None)  # corrects the time for each later token
         self._max_borrowing = max_borrowing
+        self._is_bounding = max_borrowing is not None  # engines bound what a tenant runs beyond its share
         self._places = DuePlaces(self._share)
         self._num_running: Counter[str] = Counter()  # requests with a first token, by tenant
         self._max_requests = max_requests
@@ -90,6 +91,9 @@ class WaitingRoom:
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants."""
         self._policies = {each.name: each for each in policies}
+        self._is_bounding = self._max_borrowing is not None or any(
+            each.slo_tpt is not None for each in self._policies.values()
+        )
         self._admissions = {
             name: self._admissions.get(name) or Admission(self.admission.max_ttft_s)
             for name in self._policies
@@ -142,14 +146,6 @@ class WaitingRoom:
         """Record what tenants ask for now. Called before `before`."""
         if self._is_bounding:
             self._places.observe(self._num_by_tenant + self._num_running, now_s)
-
-    @property
-    def _is_bounding(self) -> bool:
-        """Return whether engines bound what a tenant runs beyond its share, as far as objectives of tenants
-        are concerned."""
-        return self._max_borrowing is not None or any(
-            each.slo_tpt is not None for each in self._policies.values()
-        )
 
     def _share(self, tenant: str) -> float:
         policy = self._policies.get(tenant)
