@@ -138,7 +138,14 @@ class PlainScheduler(Scheduler):
         self.adapters.choose_cold_start(config.cold_start)
         self._pressure = MemoryPressure(memory, self.batcher, self._pins, self._queues, None)
         self._admission = PlainAdmission(
-            config, memory, self.batcher, self.adapters, self._queues, self._pressure, None
+            config,
+            memory,
+            self.batcher,
+            self.adapters,
+            self._queues,
+            self._pressure,
+            None,
+            self._borrowing,
         )
 
 
