@@ -85,7 +85,7 @@ TENANTS: Final = (
 
 @dataclass(slots=True)
 class Served:
-    """The answers and tokens that a tenant has got so far. `statuses`: of its requests that were neither answered nor refused."""
+    """Counts of what a tenant got so far. `statuses`: of its requests that were neither answered nor refused."""
 
     asked: int = 0
     answered: int = 0
