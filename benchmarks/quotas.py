@@ -85,7 +85,8 @@ TENANTS: Final = (
 
 @dataclass(slots=True)
 class Served:
-    """Counts of what a tenant got so far. `statuses`: of its requests that were neither answered nor refused."""
+    """Counts of what a tenant got so far. `statuses`: of its requests that were neither answered nor
+    refused."""
 
     asked: int = 0
     answered: int = 0
