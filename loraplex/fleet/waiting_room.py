@@ -234,8 +234,8 @@ class WaitingRoom:
         nothing here is admitted unless it would without any correction: see `_is_first`."""
         if not self._paces.is_too_slow(predicted, pace_s):
             return False
-        has_any = self._num_by_tenant[caller.tenant] or self._num_running[caller.tenant]
-        return bool(has_any) or predicted.tpt_s > pace_s
+        waits = any(line.num_encoded for line in self._lines.get(caller.tenant, {}).values())
+        return waits or self._num_running[caller.tenant] > 0 or predicted.tpt_s > pace_s
 
     def _is_first(self, tenant: str) -> bool:
         """Return whether a tenant with rights has nothing waiting. Its next request is admitted unless it

@@ -255,6 +255,8 @@ def test_predicted_times_per_token_are_corrected_and_that_is_unlearned() -> None
         room.paced(fast, 0.06, A)  # prompts of others come between
     assert room.judge(fast, A) is None, "of a tenant that has nothing here, one is tried"
     room.enter(A, 1)
+    assert room.judge(fast, A) is None, "that one itself"
+    room.encoded(A, [5])
     found = room.judge(fast, A)
     assert found is not None
     assert found.seconds == pytest.approx(0.06)
