@@ -38,8 +38,27 @@ FILE = Path("tenants.toml")
 KEY = stored("k")
 
 
+def _unused(*args: object) -> str:
+    raise AssertionError("not needed yet")
+
+
 def parse(text: str) -> TenantsFile:
     return parse_tenants(text, FILE)
+
+
+def test_patterns_and_folders_of_tenants_without_requests_are_only_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of a file with thousands of tenants, most have no requests before the next change.
+    with monkeypatch.context() as patched:
+        patched.setattr("fnmatch.translate", _unused)
+        patched.setattr("os.path.realpath", _unused)
+        patched.setattr(Path, "resolve", _unused)
+        file = parse(f"[tenants.a]\nkeys = [{KEY}]\nadapters = ['a-*']\nload_from = ['/srv/a', 'a/*']")
+        Tenants(file, ManualClock()).replace(file)
+    tenant = file.tenants["a"]
+    assert [tenant.adapters.match(name) for name in ("a-x", "b-x")] == [True, False]
+    assert tenant.sources.paths.roots == (Path("/srv/a"),)
 
 
 def test_everything_that_the_file_says_is_there() -> None:
