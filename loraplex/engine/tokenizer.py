@@ -131,8 +131,8 @@ class Tokenizer:
         """Raise InvalidRequestError for names that are the server's or the model's to set."""
         if reserved := sorted(options.keys() & self._reserved_options):
             raise InvalidRequestError(
-                f"chat_template_kwargs may not hold {reserved[0]!r}, which the server or the model sets; leave "
-                "it out, and give what the request has a field for in that field",
+                f"chat_template_kwargs may not hold {reserved[0]!r}, which the server or the model sets; "
+                "leave it out, and give what the request has a field for in that field",
                 param="chat_template_kwargs",
             )
 

@@ -217,6 +217,16 @@ def test_commands_change_what_they_are_asked_to_and_keep_the_rest(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_tenant_that_is_not_there_may_be_a_misspelt_one(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    for name in ("Acme", "globex"):
+        add_tenant(path, name, {})
+    with pytest.raises(TenantsFileError, match=r"there is no tenant 'acmee'; did you mean Acme\?"):
+        rotate_key(path, "acmee", timedelta(0))
+    with pytest.raises(TenantsFileError, match="there is no tenant 'zz'; there are Acme, globex"):
+        rotate_key(path, "zz", timedelta(0))
+
+
 def test_a_rotated_key_ends_at_once_or_after_its_grace(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     keys = [add_tenant(path, "acme", {})]
