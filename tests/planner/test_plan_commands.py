@@ -72,6 +72,9 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     checked = plan("check", out, "--seeds", "7", "--seconds", "120")
     assert checked.exit_code == 0, checked.output
     assert "0 of 1" in checked.output
+    refused = plan("check", out, "--seconds", "inf")
+    assert refused.exit_code == 2
+    assert "inf is not a finite number" in words_of(refused)
 
 
 @pytest.mark.slow
@@ -131,16 +134,6 @@ def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> N
     checked = plan("check", out, "--seeds", "1", "--seconds", "60")
     assert checked.exit_code == 1
     assert "above 1 ms; plan with more --gpus" in words_of(checked)
-
-
-def test_a_check_of_endless_seconds_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    adapters = table(tmp_path, 4, 0.1)
-    made = make("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "random", "--out", out)
-    assert made.exit_code == 0, made.output
-    refused = plan("check", out, "--seconds", "inf")
-    assert refused.exit_code == 2
-    assert "inf is not a finite number" in words_of(refused)
 
 
 def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
