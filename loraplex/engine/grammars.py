@@ -71,7 +71,7 @@ _TOO_LARGE: Final = {
         "fuel exhausted",
     ),
 }
-"""What is too large, and what to do, by what llguidance says of it in terms of its own."""
+"""Faults of size in our words, with the fix, by what llguidance says of them."""
 
 
 def check_structured_output(wanted: StructuredOutput) -> None:

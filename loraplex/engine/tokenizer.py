@@ -22,7 +22,7 @@ _TEMPLATE_FUNCTIONS: Final = (
     *("raise_exception", "strftime_now"),
     *("cycler", "dict", "joiner", "lipsum", "namespace", "range"),
 )
-"""What every template may call: functions of transformers and of Jinja."""
+"""Functions of transformers and of Jinja that every template may call."""
 
 
 class Tokenizer:

@@ -340,6 +340,13 @@ def test_list_explains_a_server_that_does_not_answer_well(status: int, body: byt
     assert message in result.stderr
 
 
+def test_versions_of_a_misspelt_adapter_name_similar_ones() -> None:
+    rows = [{"name": "sql"}, {"name": "poet"}]
+    with serving(200, json.dumps({"data": rows}).encode()) as (url, _):
+        result = run("versions", "sqll", "--base-url", url)
+    assert "there is no adapter 'sqll'; did you mean sql?" in str(result.exception)
+
+
 def test_list_explains_how_to_start_a_server() -> None:
     with serving(200, b"[]") as (url, _):
         pass
