@@ -21,7 +21,13 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
-from loraplex.engine.schema_rules import JSON_WHITESPACE, ascii_classes, closed_schema, ends_in_escape
+from loraplex.engine.schema_rules import (
+    JSON_WHITESPACE,
+    ascii_classes,
+    closed_schema,
+    ends_in_escape,
+    refuse_large_multiples,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -283,6 +289,8 @@ def _grammar_of(wanted: StructuredOutput) -> str:
     from llguidance import LLMatcher, grammar_from
 
     try:
+        if wanted.kind in (OutputKind.JSON, OutputKind.GRAMMAR):
+            refuse_large_multiples(wanted.text)
         match wanted.kind:
             case OutputKind.JSON | OutputKind.JSON_OBJECT:
                 schema = _ANY_OBJECT if wanted.kind is OutputKind.JSON_OBJECT else closed_schema(wanted.text)
