@@ -249,6 +249,26 @@ def test_an_adapter_larger_than_a_gpu_is_named(tmp_path: Path) -> None:
         assert "adapter 'a1' (rank 512) is larger than a GPU has memory for" in words_of(refused)
 
 
+def test_a_plan_for_fewer_gpus_than_there_are_says_so_when_it_is_made_and_shown(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    asked = (
+        "--profile",
+        SLOTS,
+        "--adapters",
+        table(tmp_path, 2, 0.05),
+        *LENGTHS,
+        "--gpus",
+        "3",
+        "--out",
+        out,
+    )
+    made = make(*asked, "--packer", "max-base", "--no-compare")
+    assert made.exit_code == 0, words_of(made)
+    for said in (made, plan("show", out)):
+        assert "1 of the 3 GPUs will do, and the plan has nothing for the other 2" in words_of(said)
+        assert "`loraplex fleet scale 1`" in words_of(said)
+
+
 def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     gpu = GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.1),), num_slots=8)
