@@ -43,6 +43,7 @@ from benchmarks import (
     slow_bus_tables,
     sources,
     step_tables,
+    structured_tables,
     twin_tables,
 )
 from benchmarks.markdown import Result, TableError
@@ -80,6 +81,7 @@ KV_SWAP: Final = "kv_swap.json"
 SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
 FAIRNESS, QUOTAS = "fairness.json", "quotas.json"
+STRUCTURED, STRUCTURED_STEPS = "structured_libraries.json", "structured_steps.json"
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,10 @@ TABLES: Final[dict[str, Table]] = {
     "holdups-machine": Table((HOLDUPS,), load_tables.holdups_note, if_missing=""),
     "overload": Table((OVERLOAD,), load_tables.overload_table, if_missing="Not measured yet.\n"),
     "overload-machine": Table((OVERLOAD,), load_tables.overload_note, if_missing=""),
+    "structured-libraries": Table((STRUCTURED,), structured_tables.libraries_table),
+    "structured-libraries-machine": Table((STRUCTURED,), structured_tables.note),
+    "structured-steps": Table((STRUCTURED_STEPS,), structured_tables.steps_table),
+    "structured-steps-machine": Table((STRUCTURED_STEPS,), structured_tables.note),
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-prompts": Table((GPU,), gpu_tables.prompts_table),

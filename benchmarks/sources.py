@@ -85,6 +85,12 @@ _PLANNER: Final = (
 )
 
 
+_STRUCTURED: Final = (
+    *("loraplex/engine/grammars.py", "loraplex/engine/schema_rules.py"),
+    "benchmarks/structured_output.py",
+)
+
+
 def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:
     """Return the sources of a section that checks whole engines with these modules."""
     return (*_STEP, *_BESIDE_ENGINE, engine, *(f"{_CHECKS}/{name}.py" for name in (*_SHARED_CHECKS, *names)))
@@ -128,6 +134,8 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "peer_tuning_05b.json": {"*": ()},
     "cpu_kernels_05b.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
+    "structured_libraries.json": {"*": _STRUCTURED},
+    "structured_steps.json": {"*": (*_ENGINE, "benchmarks/structured_output.py")},
     "holdups.json": {
         "*": (
             "loraplex/server",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -176,6 +175,8 @@ def demo(
     port: option.Port = 8000,
     replicas: option.DemoReplicas = 1,
     threads: option.Threads = None,
+    allow_adapter_dir: option.AllowedDirs = None,
+    allow_adapter_repo: option.AllowedRepos = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
     config: ConfigPath = None,
@@ -185,9 +186,8 @@ def demo(
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
-    from loraplex.server.fleet.logged_names import DEMO_PREFIX
     from loraplex.server.listening import AddressError
-    from loraplex.server.run import ServeOptions
+    from loraplex.server.run import ServeOptions, demo_state_dir
     from loraplex.server.run import serve as run
 
     outlive_the_reader()
@@ -195,17 +195,15 @@ def demo(
     # The first ones are shown as examples: those whose effect is easy to see.
     shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
-    # A temporary state folder: adapters loaded into one demo are not part of the next.
-    with (
-        tempfile.TemporaryDirectory(prefix=DEMO_PREFIX, ignore_cleanup_errors=True) as state_dir,
-        logging_to_stderr(log_level.number, log_format),
-    ):
+    with logging_to_stderr(log_level.number, log_format):
         options = ServeOptions(
             engine=EngineOptions(model=str(folder), num_threads=threads),
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
+            allow_adapter_dirs=tuple(allow_adapter_dir or ()),
+            allow_adapter_repos=tuple(allow_adapter_repo or ()),
             port=port,
             num_replicas=replicas,
-            state_dir=Path(state_dir),
+            state_dir=demo_state_dir(),
         )
         try:
             run(options, Announcer(prompts))

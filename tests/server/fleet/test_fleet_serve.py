@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -241,17 +240,14 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert json.loads(latest.stdout) == [decision]
 
 
-def test_decisions_of_a_demo_are_found(
-    fleet: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decisions_of_a_demo_are_found(fleet: str, state: Path, tmp_path: Path) -> None:
     asked = answer(fleet, "two", temperature=0)
     wait_until(
         lambda: run_command("fleet", "explain", asked.id, "--state-dir", str(state)).returncode == 0,
         "the decision is not in the log",
     )
-    shutil.copytree(state, tmp_path / "loraplex-demo-x")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = run_command("fleet", "explain", asked.id, LORAPLEX_STATE=str(tmp_path / "none"))
+    shutil.copytree(state, tmp_path / "demo")
+    found = run_command("fleet", "explain", asked.id, LORAPLEX_STATE=str(tmp_path))
     assert "for two (version " in found.stdout, found
 
 
