@@ -41,7 +41,9 @@ contracts: $(DEV_STAMP)
 browser:
 	@scripts/install_test_packages.sh
 
+# With 100 MB of schemas that only one test there reads.
 test-all: test
+	$(BIN)/python -m pip install --quiet kubernetes-validate
 	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 # The docs as a site, in site/; links that lead nowhere are errors.

@@ -284,8 +284,7 @@ def test_ray_starts_with_these_options() -> None:
 
 @pytest.mark.slow
 def test_kubernetes_schemas_accept_the_manifests() -> None:
-    """Not installed with the others: `pip install kubernetes-validate` brings 100 MB of schemas. A RayCluster
-    is not among them, but its pods are."""
+    """`make test-all` installs the schemas. A RayCluster is not among them, but its pods are."""
     schemas = pytest.importorskip("kubernetes_validate")
     of_ray = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": pod} for pod in ray_pods()
