@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from kernel_batches import kernel_batch
 
 from loraplex.core.modules import GROUPS
 from loraplex.kernels.batch import KernelBatch
-from loraplex.kernels.cpu.numba_kernels import NumbaKernels
+from loraplex.kernels.cpu.numba_kernels import NumbaKernels, PackedFloat32Linear, padded_rows
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraSegment, LoraWeights, host_weights
 from loraplex.kernels.reference import TorchKernels
 
@@ -216,7 +217,31 @@ def test_packed_linear_equals_torch(generator: torch.Generator, bias: bool) -> N
     weight = torch.randn(56, 40, generator=generator)
     bias_O = torch.randn(56, generator=generator) if bias else None
     packed = NUMBA.pack_linear(weight, bias_O)
-    for num_rows in (1, 3, 16, 200):
+    for num_rows in (1, 3, 16, 33, 200, 257):
         x = torch.randn(num_rows, 40, generator=generator)
         expected = torch.nn.functional.linear(x, weight, bias_O)
-        torch.testing.assert_close(packed(x), expected, rtol=1e-4, atol=1e-4)
+        y = packed(x)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        assert y.is_contiguous()
+
+
+def test_products_are_compiled_for_few_numbers_of_rows(capfd: pytest.CaptureFixture[str]) -> None:
+    """oneDNN compiles a product for each number of rows, and keeps most of its memory."""
+    packed = NUMBA.pack_linear(torch.zeros(24, 8), None)
+    if not isinstance(packed, PackedFloat32Linear):
+        pytest.skip("torch without oneDNN")
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        for num_rows in range(1, 513):
+            assert packed(torch.zeros(num_rows, 8)).shape == (num_rows, 24)
+    products = re.findall(
+        r"exec,cpu,(?:inner_product|matmul),.*?,(mb\d+\w*|\d+x\d+:\d+x\d+)", capfd.readouterr().out
+    )
+    assert len(products) == 512
+    assert len(set(products)) == 32 + 4 * 16
+
+
+def test_rows_are_padded_by_a_sixteenth_at_most() -> None:
+    sizes = [padded_rows(num_rows) for num_rows in range(4097)]
+    assert sizes[:33] == list(range(33)), "decode batches are computed as they are"
+    assert all(rows <= size <= rows * 17 / 16 for rows, size in enumerate(sizes))
+    assert all(padded_rows(size) == size for size in sizes)

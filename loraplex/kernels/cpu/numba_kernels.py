@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,13 +28,24 @@ _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 16, 128
 _WHOLE_SEGMENTS = 8
 # The blocked layout oneDNN chooses depends little on the batch; this is a decode batch.
 _PACK_ROWS = 16
-# oneDNN compiles a product for each number of rows, and caches 1,024 of them: a few linears times all step
-# sizes are more, and were compiled again and again. It reads this variable when it is first used.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
+# Up to here, every number of rows is computed as it is; beyond, there are 16 sizes per doubling.
+_EXACT_ROWS = 32
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the number of rows to compute for a product of `num_rows`: the same up to 32, then up to 1/16
+    more.
+
+    oneDNN compiles a product for each number of rows, which takes some 0.5 MB; most of it stays in use
+    whatever the size of its cache. Nearly all steps differ in their number of rows, up to thousands.
+    """
+    shift = max((num_rows - 1).bit_length() - _EXACT_ROWS.bit_length() + 1, 0)
+    return -(-num_rows >> shift) << shift
 
 
 class PackedFloat32Linear:
-    """A weight reordered once into oneDNN's blocked layout, so that no product repacks it."""
+    """A weight reordered once into oneDNN's blocked layout, so that no product repacks it, and multiplied
+    with few different numbers of rows."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self.out_features = weight_OI.shape[0]
@@ -43,8 +53,14 @@ class PackedFloat32Linear:
         self._bias_O = bias_O
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        num_rows = x_TI.shape[0]
+        if (num_missing := padded_rows(num_rows) - num_rows) > 0:
+            padded_TI = x_TI.new_empty(num_rows + num_missing, x_TI.shape[1])
+            padded_TI[:num_rows] = x_TI
+            padded_TI[num_rows:] = 0
+            x_TI = padded_TI
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
-        return y
+        return y[:num_rows] if num_missing > 0 else y
 
     def weight(self) -> torch.Tensor:
         # Reordering only moves numbers, so the way back is exact (`why_not_merged` makes sure of it).
