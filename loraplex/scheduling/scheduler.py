@@ -195,7 +195,6 @@ class Scheduler:
         preempted: list[RequestState] = []
         num_running = len(self._running)
         self._share_out()
-        gave_way = self._admission.make_way()
         active = self._choose_batch()
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
@@ -210,7 +209,7 @@ class Scheduler:
         self._is_stuck = bool(self._queues.paused) and not chunks and not preempted and not self._under_way
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
-        return self._plan(chunks, [*gave_way, *preempted])
+        return self._plan(chunks, preempted)
 
     def _share_out(self) -> None:
         """Charge tenants for what they got so far, and put the running requests into the order in which they
