@@ -78,7 +78,9 @@ class Scheduler:
         self._waiting = self._queues.waiting
         self._running = self._queues.running
         self._pressure = MemoryPressure(memory, self.batcher, self._pins, self._queues, self._swapping)
-        self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, request_costs)
+        self._borrowing = Borrowing(
+            config.max_borrowing, self.fair, self._queues.places, memory, request_costs
+        )
         self._admission = Admission(
             config,
             memory,
@@ -219,9 +221,7 @@ class Scheduler:
             return
         self.fair.settle(self._running)
         if self._borrowing.is_bounded:
-            counts = Counter(each.request.tenant for each in self._running)
-            counts.update(self._waiting.num_by_tenant)
-            self._borrowing.observe(counts, self._clock.now_s())
+            self._queues.places.observe(self._clock.now_s())
         most_blocks = len(self._running) + self._pool.blocks_for(self._config.work.max_tokens)
         if self._pool.num_obtainable < most_blocks:
             self._running[:] = kept_first(self._running, self.fair)

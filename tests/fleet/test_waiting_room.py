@@ -225,8 +225,27 @@ def test_a_tenant_at_its_bound_is_predicted_to_wait_for_a_place() -> None:
     assert free_s < waits_s[0] < waits_s[1] < waits_s[2]
     assert ttft_s(Bounded(32, 5.0, 100.0)) < waits_s[2], "a wide bound lets it run more"
     assert ttft_s(Bounded(32, 5.0, None)) == free_s
-    pace_s = forecast(request, fleet.view, 0, admitted=Admitted(), step_tokens=64).tpt_s
-    assert ttft_s(Bounded(32, 5.0, None, (pace_s / 2,))) >= free_s
+    tpt_s = forecast(request, fleet.view, 0, admitted=Admitted(), step_tokens=64).tpt_s
+    by_pace_s = [ttft_s(Bounded(32, 5.0, None, (tpt_s * part / 100,))) for part in range(1, 200)]
+    met = next(number for number, wait_s in enumerate(by_pace_s) if wait_s > free_s)
+    assert met > 0
+    assert set(by_pace_s[:met]) == {free_s}, "an objective that is missed anyway bounds nothing"
+    assert by_pace_s[met] == waits_s[2], "one that is just met lets it run what it is due, and no more"
+    assert by_pace_s[-1] < waits_s[2]
+
+
+def test_objectives_of_running_requests_bound_whosever_they_are() -> None:
+    """Those of an adapter are the requests' own: their tenant may have none."""
+    room, many = bounded_room(None), Caller(tenant="many")
+    own = Caller(tenant="one", slo_tpt_s=0.02)
+    room.enter(own, 1)
+    room.encoded(own, [10])
+    assert room.before(many).bounded is None, "it waits"
+    room.began(own, 10)
+    assert room.before(many).bounded == Bounded(45, 5.0, None, (0.02,))
+    assert room.before(own).bounded is None
+    room.ended(own)
+    assert room.before(many).bounded is None
 
 
 # ---- objectives for the time per token
@@ -260,3 +279,17 @@ def test_predicted_times_per_token_are_corrected_and_that_is_unlearned() -> None
     found = room.judge(fast, A)
     assert found is not None
     assert found.seconds == pytest.approx(0.06)
+
+
+def test_slow_answers_of_a_tenant_refuse_nobody_else() -> None:
+    room = WaitingRoom(100)
+    room.set_policies([TenantPolicy(name=name, slo_tpt=0.05) for name in ("a", "b")])
+    fast = Forecast(ttft_s=0.1, alone_s=0.1, is_idle=False, tpt_s=0.03)
+    for caller in (A, B, Caller(tenant="stranger", slo_tpt_s=0.05)):
+        room.enter(caller, 1)
+        room.encoded(caller, [5])
+    for _ in range(9):
+        room.paced(fast, 0.24, A)
+    assert room.judge(fast, A) is not None
+    assert room.judge(fast, B) is None
+    assert room.judge(fast, Caller(tenant="stranger", slo_tpt_s=0.05)) is None
