@@ -74,7 +74,8 @@ class WaitingRoom:
         self.admission: Final = Admission(max_ttft_s)
         self._admissions: dict[str, Admission] = {}
         self._paces: dict[str, Admission] = {}  # correct the time for each later token, as above
-        self._pace_of_others = Admission(None)  # of all that have no rights
+        self._pace_of_others = Admission(None)  # of those without rights
+        self._pace_of_all = Admission(None)
         self._max_borrowing = max_borrowing
         self._now_s = 0.0
         self._places = DuePlaces(self._share)
@@ -260,11 +261,16 @@ class WaitingRoom:
         """Record the time for each later token of a request that was admitted with this prediction."""
         pace_s = self.pace_s(caller)
         if pace_s is not None:
-            self._pace_of(caller).observe(predicted.tpt_s, tpt_s, pace_s)
+            for each in (self._own_pace(caller), self._pace_of_all):
+                each.observe(predicted.tpt_s, tpt_s, pace_s)
+
+    def _own_pace(self, caller: Caller) -> Admission:
+        return self._paces.get(caller.tenant, self._pace_of_others)
 
     def _pace_of(self, caller: Caller) -> Admission:
-        """Return the correction of the time per token. Nothing of a tenant's is learned from others."""
-        return self._paces.get(caller.tenant, self._pace_of_others)
+        """Return the lower correction of the time per token: that by its tenant's requests, so that slow
+        answers of others refuse nobody, or that by all, which unlearns a burst sooner."""
+        return min(self._own_pace(caller), self._pace_of_all, key=lambda each: each.correction)
 
     # ---- who waits, and who runs
 
