@@ -1,5 +1,5 @@
 """A trained surrogate: predicts throughput and starvation of a GPU within microseconds, where the twin takes
-a good part of a second."""
+about a tenth of a second."""
 
 from __future__ import annotations
 
