@@ -79,6 +79,17 @@ def test_fewer_rows_are_the_first_ones_of_more(whole: Path, tmp_path: Path) -> N
     assert path.read_bytes() == whole.read_bytes()
 
 
+def test_scaled_rates_are_shares_of_what_the_gpu_serves_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    asked = [replace(point, share=share) for point in points() for share in (0.5, 0.7, 1.5)]
+    make_dataset(path, replace(simulated(), duration_s=300.0), points=asked)
+    rows = read_dataset(path)
+    order = [json.loads(line)[0] for line in path.read_text().splitlines()[1:]]
+    shares = np.array([asked[number].share for number in order])
+    keeps_up = rows.throughput_tok_s / rows.offered_tok_s
+    assert keeps_up[shares < 1].min() > 0.9 > keeps_up[shares > 1].max()
+
+
 def test_points_without_memory_for_a_request_are_left_out(tmp_path: Path) -> None:
     path, asked = tmp_path / "some.jsonl", points(most_slots=10_000)
     assert make_dataset(path, simulated(), points=asked) == len(asked) * 2 // 3
