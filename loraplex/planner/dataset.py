@@ -31,7 +31,13 @@ from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import Demand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, features_of
+from loraplex.planner.features import (
+    FEATURE_UNITS,
+    NUM_PAPER_FEATURES,
+    PAPER_FEATURES,
+    features_of,
+    with_ratios,
+)
 from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
 from loraplex.planner.traffic import LengthsOf
 from loraplex.planner.trained_on import TrainedOn, fingerprint
@@ -45,13 +51,17 @@ KIND: Final = "planner dataset"
 DURATION_S: Final = 3600.0
 _COLUMNS: Final = (
     "point",
-    *FEATURE_NAMES,
+    *PAPER_FEATURES,
     "offered_tok_s",
     "throughput_tok_s",
     "is_starved",
 )
 _TOKENS: Final = "prompt and answer tokens per second"
-_UNITS: Final = {**FEATURE_UNITS, "offered_tok_s": _TOKENS, "throughput_tok_s": _TOKENS}
+_UNITS: Final = {
+    **{name: FEATURE_UNITS[name] for name in PAPER_FEATURES},
+    "offered_tok_s": _TOKENS,
+    "throughput_tok_s": _TOKENS,
+}
 _FLOOD_S: Final = 600.0
 _FLOOD_TIMES_BASE: Final = 1.3
 """Requests of a flood, as a multiple of the most that a GPU serves of the base model."""
@@ -169,7 +179,7 @@ def read_dataset(path: Path) -> Dataset:
         raise DatasetError(f"{path}: {error}; {_ADVICE}") from error
     return Dataset(
         trained_on=trained_on,
-        features=rows[:, 1:-3].astype(np.float32).astype(np.float64),
+        features=with_ratios(rows[:, 1:-3]).astype(np.float64),
         offered_tok_s=rows[:, -3],
         throughput_tok_s=rows[:, -2],
         is_starved=rows[:, -1] != 0,
@@ -339,7 +349,7 @@ def _simulate(simulated: Simulated, task: _Task, flood_rps: float) -> list[float
         _, flooded = _run(simulated, task, flood_rps * shares, _FLOOD_S)
         rates_rps = max(task.share * flooded.total_tok_s / sum(simulated.lengths), _LEAST_RPS) * shares
     offered_tok_s, found = _run(simulated, task, rates_rps, simulated.duration_s)
-    features = features_of(rates_rps, task.drawn.ranks, task.drawn.num_slots)
+    features = features_of(rates_rps, task.drawn.ranks, task.drawn.num_slots)[:NUM_PAPER_FEATURES]
     return [task.point, *features.tolist(), offered_tok_s, found.total_tok_s, int(found.is_starved)]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loraplex.planner.demand import AdapterDemand
-from loraplex.planner.features import FEATURE_NAMES, slot_features
+from loraplex.planner.features import FEATURE_NAMES, slot_features, with_ratios
 from loraplex.planner.grid import scaled_grid, whole_grid
 
 ADAPTERS = [
@@ -19,8 +19,15 @@ OF_ADAPTERS = [3, 3.0, (0.5 / 3) ** 0.5, 32, 16.0, 128**0.5]
 
 
 def test_features_of_an_engine_with_slots() -> None:
-    assert FEATURE_NAMES[-1] == "adapter_slots"
-    assert slot_features(ADAPTERS, 2).tolist() == pytest.approx([*OF_ADAPTERS, 2])
+    assert FEATURE_NAMES[6:] == ("adapter_slots", "slots_per_adapter", "slot_ranks", "rate_spread")
+    assert slot_features(ADAPTERS, 2).tolist() == pytest.approx(
+        [*OF_ADAPTERS, 2, 2 / 3, 64, (0.5 / 3) ** 0.5]
+    )
+
+
+def test_ratios_of_rows_are_those_of_their_adapters() -> None:
+    features = np.array([slot_features(ADAPTERS[:number], slots) for number in (1, 3) for slots in (1, 3, 7)])
+    assert (with_ratios(features[:, :7].astype(np.float64)) == features).all()
 
 
 def test_the_grid_is_every_choice_of_sizes_and_rates_with_as_many_slots_as_adapters_or_fewer() -> None:
