@@ -55,7 +55,7 @@ def features_of(rates_rps: Floats, ranks: Floats, num_slots: int) -> Features:
     return found
 
 
-def with_ratios(paper_features: Features) -> Features:
+def with_ratios(paper_features: Floats | Features) -> Features:
     """Return all features of rows with those of the paper, in any precision."""
     found = np.empty((len(paper_features), _NUM_FEATURES), np.float32)
     found[:, :NUM_PAPER_FEATURES] = paper_features
