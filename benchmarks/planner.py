@@ -85,7 +85,7 @@ from loraplex.twin.scores import in_authors_unit, macro_f1, smape
 
 RESULTS: Final = Path(__file__).parent / "results"
 FILE: Final = "planner.json"
-NUM_ROWS: Final = 1200
+NUM_ROWS: Final = 1500
 MOST_GPUS: Final = 4
 MOST_JUDGEMENTS: Final = 20_000
 CHECKED_S: Final = 900.0
