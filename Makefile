@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all types contracts docs package browser format clean
+.PHONY: demo test test-all suite types contracts docs package browser format clean
 
 # One more than cores: tests wait for the processes that they start. By module: servers that a module shares are
 # started once. In the order of their names: those with few tests, which start servers, do not come last.
@@ -22,10 +22,12 @@ demo: $(STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j 3 browser types contracts docs
+	$(MAKE) --no-print-directory -j 3 types suite
+
+suite: browser contracts docs
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
-# Side by side: mypy has one core busy for as long as the rest takes on another.
+# Beside everything else: it has one core busy for a minute.
 types: $(DEV_STAMP)
 	$(BIN)/mypy
 
@@ -39,7 +41,9 @@ contracts: $(DEV_STAMP)
 browser:
 	@scripts/install_test_packages.sh
 
+# With 100 MB of schemas that only one test there reads.
 test-all: test
+	$(BIN)/python -m pip install --quiet kubernetes-validate
 	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 # The docs as a site, in site/; links that lead nowhere are errors.

@@ -5,7 +5,8 @@
 Ten tenants with equal shares ask a simulated engine on an H200 (the profile of the package) for as much as it
 serves well. Then one of them asks for ten times its share. The others' first tokens are compared with those
 of the run in which it keeps to its share, and of one without it: first come, first served, by fair shares,
-and with --max-borrowing. `overload` compares goodput at twice the peak's rate with the peak. `recorded`
+and with --max-borrowing. `overload` compares goodput at twice the peak's rate with the peak, `paces` what
+objectives for the time per token change there. `recorded`
 replays the trace of the VTC paper's artifact, faster, since this engine is, beside the recorded runs of its
 schedulers; it is left out if their data is not there. `--tiny` tests the script, and writes nothing without
 --out.
@@ -50,6 +51,7 @@ SHARE_RPS: Final = 5.5
 """Requests per second of a tenant that keeps to its share; all ten together ask for 85% of the peak."""
 NOISE: Final = 10.0
 SLO_TTFT_S: Final = 2.0
+SLO_TPT_S: Final = 0.02
 WARM_S: Final = 5.0
 PEAK_RATES: Final = (55.0, 65.0, 75.0)
 RECORDED_S: Final = 600.0
@@ -182,6 +184,36 @@ def overload(model: CostModel, duration_s: float) -> dict[str, Any]:
     return found
 
 
+def paces(model: CostModel, rate: float, duration_s: float) -> dict[str, Any]:
+    """Serve twice the peak's rate with objectives for the time per token, and without."""
+    workload = traffic([2 * rate / NUM_TENANTS] * NUM_TENANTS, duration_s)
+    slo, found = Slo(ttft_s=SLO_TTFT_S, tpot_s=SLO_TPT_S), {}
+    for name, ttft_s, tpt_s in (
+        ("none", None, None),
+        ("TTFT 2 s", SLO_TTFT_S, None),
+        ("TTFT 2 s, 20 ms per token", SLO_TTFT_S, SLO_TPT_S),
+    ):
+        rights = tuple(
+            TenantPolicy(name=f"t{number}", slo_ttft=ttft_s, slo_tpt=tpt_s) for number in range(NUM_TENANTS)
+        )
+        requests = [
+            each
+            for each in served(model, workload, duration_s, tenants=rights)
+            if each.request.arrival_s >= WARM_S
+        ]
+        seen_s = [each.tpot_s for each in requests if each.tpot_s is not None]
+        figures_of = tenant_figures(requests, (), duration_s=duration_s - WARM_S, slo=slo)
+        found[name] = {
+            "requests": len(requests),
+            "refused": sum(each.refused for each in requests),
+            "tpt_p50_s": float(np.percentile(seen_s, 50)),
+            "in_time": sum(each <= SLO_TPT_S for each in seen_s) / len(seen_s),
+            "goodput_per_s": sum(each.goodput_rps for each in figures_of.values()),
+        }
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+    return found
+
+
 # ---- the recorded schedulers of the VTC paper
 
 
@@ -294,7 +326,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help=f"default: results/{FILE}, nothing if --tiny")
     args = parser.parse_args(argv)
     model, duration_s = profile(), 8.0 if args.tiny else 40.0
-    results = {"neighbours": neighbours(model, duration_s), "overload": overload(model, duration_s)}
+    beyond = overload(model, duration_s)
+    results = {
+        "neighbours": neighbours(model, duration_s),
+        "overload": beyond,
+        "paces": paces(model, beyond["rate"], duration_s),
+    }
     if (args.data / RECORDED).exists() and not args.tiny:
         results["recorded"] = recorded(model, args.data)
     out = args.out or (None if args.tiny else RESULTS)

@@ -30,6 +30,7 @@ from benchmarks import (
     cold_tables,
     cost_tables,
     cpu_tables,
+    fairness_tables,
     fleet_tables,
     gpu_batching_tables,
     gpu_tables,
@@ -42,6 +43,7 @@ from benchmarks import (
     slow_bus_tables,
     sources,
     step_tables,
+    structured_tables,
     twin_tables,
 )
 from benchmarks.markdown import Result, TableError
@@ -52,6 +54,7 @@ DOCUMENTS: Final = (
     Path("docs/batching.md"),
     Path("docs/cold-start.md"),
     Path("docs/twin.md"),
+    Path("docs/fairness.md"),
     Path("docs/fleet.md"),
     Path("docs/planner.md"),
     Path("README.md"),
@@ -77,6 +80,8 @@ BATCHING, GPU_BATCHING = "batching.json", "gpu_batching.json"
 KV_SWAP: Final = "kv_swap.json"
 SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
+FAIRNESS, QUOTAS = "fairness.json", "quotas.json"
+STRUCTURED, STRUCTURED_STEPS = "structured_libraries.json", "structured_steps.json"
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,10 @@ TABLES: Final[dict[str, Table]] = {
     "holdups-machine": Table((HOLDUPS,), load_tables.holdups_note, if_missing=""),
     "overload": Table((OVERLOAD,), load_tables.overload_table, if_missing="Not measured yet.\n"),
     "overload-machine": Table((OVERLOAD,), load_tables.overload_note, if_missing=""),
+    "structured-libraries": Table((STRUCTURED,), structured_tables.libraries_table),
+    "structured-libraries-machine": Table((STRUCTURED,), structured_tables.note),
+    "structured-steps": Table((STRUCTURED_STEPS,), structured_tables.steps_table),
+    "structured-steps-machine": Table((STRUCTURED_STEPS,), structured_tables.note),
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-prompts": Table((GPU,), gpu_tables.prompts_table),
@@ -221,6 +230,12 @@ TABLES: Final[dict[str, Table]] = {
     "policies-memory": Table((POLICIES,), policy_tables.memory_table),
     "policies-admission": Table((POLICIES,), policy_tables.admission_table),
     "policies-note": Table((POLICIES,), policy_tables.note),
+    "fairness-neighbours": Table((FAIRNESS,), fairness_tables.neighbours_table),
+    "fairness-overload": Table((FAIRNESS,), fairness_tables.overload_note),
+    "fairness-paces": Table((FAIRNESS,), fairness_tables.paces_table),
+    "fairness-recorded": Table((FAIRNESS,), fairness_tables.recorded_table),
+    "fairness-quotas": Table((QUOTAS,), fairness_tables.quotas_table, if_missing="Not measured yet.\n"),
+    "fairness-quotas-machine": Table((QUOTAS,), fairness_tables.quotas_note, if_missing=""),
     "twin-profiles": Table((TWIN_CUDA, TWIN_CPU), twin_tables.profiles_table),
 }
 """Every table by its name. A new result file also needs a line in `benchmarks.sources`."""

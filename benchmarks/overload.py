@@ -42,6 +42,8 @@ OUTPUT_TOKENS: Final = (16, 64)
 RATES: Final = (0.6, 0.75, 0.9, 1.0, 1.15)
 """Rates to try, relative to the server's throughput when as many requests as fit are always in flight."""
 OVERLOAD: Final = 2.0
+SOON_S: Final = 0.05
+"""Seconds within which 95 of 100 refusals are wanted."""
 WARM_UP_SHARE: Final = 0.2
 """Share of a window, at its start, whose requests do not count."""
 
@@ -79,6 +81,9 @@ def summarized(seen: Sequence[Seen], *, counted_s: float, max_ttft_s: float) -> 
         "goodput_per_s": round(len(good) / counted_s, 3),
         "ttft_p50_s": _quantile(whole, 0.5),
         "ttft_p95_s": _quantile(whole, 0.95),
+        "refused_within_50_ms": None
+        if not refused
+        else round(sum(each <= SOON_S for each in refused) / len(refused), 4),
         "refusal_p50_ms": _quantile([1e3 * each for each in refused], 0.5),
         "refusal_p99_ms": _quantile([1e3 * each for each in refused], 0.99),
     }
@@ -228,7 +233,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             rate = without["peak"]["rate"]
             bound = asyncio.run(bounded(started.base_url, rate=rate, load=load, max_ttft_s=args.max_ttft))
     results = {"unbounded": without, "bounded": bound, "ratio": ratio(without, bound)}
-    print(f"goodput at {OVERLOAD:g}x the peak's rate: {results['ratio']:.1%} of the peak's")
+    print(f"goodput at {OVERLOAD:g}x the peak's rate: {results['ratio']:.1%} of the peak's; wanted 95%")
+    soon = [each["refused_within_50_ms"] for each in bound["overload"] if each["refused"]]
+    print(f"refusals within 50 ms: {', '.join(f'{each:.1%}' for each in soon) or '-'}; wanted 95%")
     out = args.out or (None if args.tiny else RESULTS)
     if out is not None:
         parameters = {"max_ttft_s": args.max_ttft, "window_s": load.window_s, "rounds": load.rounds}

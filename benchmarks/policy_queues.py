@@ -190,7 +190,7 @@ class TrialScheduler(TwinScheduler):
             self._waiting = self._queues.waiting = OrderedQueue(order(self._table))
         trial = _TrialAdmission(
             *(self._config, self._memory, self.batcher, self.adapters),
-            *(self._queues, self._pressure, self._swapping),
+            *(self._queues, self._pressure, self._swapping, self._borrowing),
         )
         trial.rule, trial.scheduler = rule or Admission(), self
         self._admission = trial

@@ -85,6 +85,12 @@ _PLANNER: Final = (
 )
 
 
+_STRUCTURED: Final = (
+    *("loraplex/engine/grammars.py", "loraplex/engine/schema_rules.py"),
+    "benchmarks/structured_output.py",
+)
+
+
 def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:
     """Return the sources of a section that checks whole engines with these modules."""
     return (*_STEP, *_BESIDE_ENGINE, engine, *(f"{_CHECKS}/{name}.py" for name in (*_SHARED_CHECKS, *names)))
@@ -128,6 +134,8 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "peer_tuning_05b.json": {"*": ()},
     "cpu_kernels_05b.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
+    "structured_libraries.json": {"*": _STRUCTURED},
+    "structured_steps.json": {"*": (*_ENGINE, "benchmarks/structured_output.py")},
     "holdups.json": {
         "*": (
             "loraplex/server",
@@ -173,6 +181,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "*": ("loraplex/perf", "loraplex/twin", *_PLANNER),
     },
     "fairness.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "benchmarks/fairness.py")},
+    "quotas.json": {"*": ("loraplex/server/tenants", "loraplex/server/generation_routes.py")},
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

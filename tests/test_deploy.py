@@ -25,7 +25,7 @@ from loraplex.server.run import ServeOptions
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted((DEPLOY / "docker").glob("Dockerfile.*"))
-MANIFESTS = [path for path in sorted((DEPLOY / "kubernetes").glob("*.yaml")) if path.stem != "kustomization"]
+FOLDERS = ("kubernetes", "kuberay")
 ENDS_AFTER_S = 20
 """Seconds after its grace that a server may need to end; see docs/operations.md."""
 
@@ -54,9 +54,10 @@ def is_sent(path: str) -> bool:
     return sent
 
 
-def documents() -> Iterator[dict[str, Any]]:
-    for path in MANIFESTS:
-        yield from yaml.safe_load_all(path.read_text())
+def documents(folder: str = "kubernetes") -> Iterator[dict[str, Any]]:
+    for path in sorted((DEPLOY / folder).glob("*.yaml")):
+        if path.stem != "kustomization":
+            yield from yaml.safe_load_all(path.read_text())
 
 
 def workloads() -> dict[str, dict[str, Any]]:
@@ -181,15 +182,115 @@ def test_kubernetes_services_find_their_pods() -> None:
     assert len(services) == 2
     for service in services:
         assert sum(service["spec"]["selector"].items() <= each.items() for each in labels) == 1
-    listed = yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())["resources"]
-    assert sorted(listed) == [path.name for path in MANIFESTS]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_kustomization_lists_all_manifests_of_its_folder(folder: str) -> None:
+    listed = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())["resources"]
+    assert sorted([*listed, "kustomization.yaml"]) == sorted(p.name for p in (DEPLOY / folder).iterdir())
+
+
+def ray_cluster() -> dict[str, Any]:
+    [found] = [each for each in documents("kuberay") if each["kind"] == "RayCluster"]
+    return found
+
+
+def ray_pods() -> list[dict[str, Any]]:
+    """The pods of Ray's head, and of each group of workers."""
+    spec = ray_cluster()["spec"]
+    return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+def front_command() -> list[str]:
+    """The front's arguments, of the script that the container of Ray's head runs."""
+    container = ray_pods()[0]["containers"][0]
+    [script] = container["args"]
+    assert subprocess.run([container["command"][0], "-n"], input=script, text=True).returncode == 0
+    before, command = script.split("exec loraplex ")
+    assert "$KUBERAY_GEN_RAY_START_CMD &" in before, "Ray's head runs beside the front"
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def test_kuberay_starts_a_fleet_that_our_command_accepts(started: list[ServeOptions]) -> None:
+    cluster, pod = ray_cluster()["spec"], ray_pods()[0]
+    [container] = pod["containers"]
+    options = options_of(front_command(), started)
+    assert options.ray is not None
+    assert options.host == "0.0.0.0"
+    assert options.shutdown_grace_s + ENDS_AFTER_S <= pod["terminationGracePeriodSeconds"]
+    assert container["livenessProbe"]["httpGet"]["path"] == LIVE_PATH
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["path"] in READY_PATHS
+    assert options.port in [port["containerPort"] for port in container["ports"]]
+    # As many GPUs as replicas, and none of them beside the front.
+    workers = cluster["workerGroupSpecs"]
+    gpus = [int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in ray_pods()[1:]]
+    assert sum(each["replicas"] * n for each, n in zip(workers, gpus, strict=True)) == options.num_replicas
+    assert all(each["minReplicas"] <= each["replicas"] <= each["maxReplicas"] for each in workers)
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    environment = {each["name"] for each in container["env"] if each["name"].startswith("LORAPLEX_")}
+    shown = ["config", "show", "--json", *front_command()]
+    done = CliRunner().invoke(app, shown, env=dict.fromkeys(environment, "secret"))
+    origins = {row["from"] for row in json.loads(done.stdout)}
+    assert {f"environment {name}" for name in environment} <= origins
+
+
+def test_kuberay_pods_are_one_kind_of_node(started: list[ServeOptions]) -> None:
+    cluster = ray_cluster()
+    constraints = (ROOT / "constraints.txt").read_text().split()
+    assert f"ray=={cluster['spec']['rayVersion']}" in constraints, "Ray's version is that of the images"
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    claimed = {each["metadata"]["name"] for each in documents("kuberay") if "Claim" in each["kind"]}
+    options = options_of(front_command(), started)
+    for pod in ray_pods():
+        [container] = pod["containers"]
+        assert "$KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
+        assert not pod["enableServiceLinks"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+        assert [str(each) for each in options.adapter_dirs] == [mounts["adapters"]], (
+            "the same path everywhere"
+        )
+        used = [each["persistentVolumeClaim"] for each in pod["volumes"] if "persistentVolumeClaim" in each]
+        assert {each["claimName"] for each in used} <= claimed
+    [worker] = cluster["spec"]["workerGroupSpecs"]
+    [container] = worker["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for probe in ("readinessProbe", "livenessProbe"):
+        port = ports[container[probe]["tcpSocket"]["port"]]
+        assert str(port) == worker["rayStartParams"]["node-manager-port"]
+
+
+def test_the_service_of_kuberay_finds_the_front(started: list[ServeOptions]) -> None:
+    [service] = [each for each in documents("kuberay") if each["kind"] == "Service"]
+    labels = {
+        "ray.io/cluster": ray_cluster()["metadata"]["name"],
+        "ray.io/node-type": "head",
+    }  # as KubeRay sets
+    assert service["spec"]["selector"] == labels
+    [port] = service["spec"]["ports"]
+    named = {each["name"] for each in ray_pods()[0]["containers"][0]["ports"]}
+    assert port["targetPort"] in named
+    assert service["metadata"]["name"] in options_of(front_command(), started).allowed_hosts
+
+
+@pytest.mark.slow
+def test_ray_starts_with_these_options() -> None:
+    ray = pytest.importorskip("ray.scripts.scripts")
+    known = {option for parameter in ray.start.params for option in parameter.opts}
+    groups = (ray_cluster()["spec"]["headGroupSpec"], *ray_cluster()["spec"]["workerGroupSpecs"])
+    assert {f"--{name}" for group in groups for name in group["rayStartParams"]} <= known
 
 
 @pytest.mark.slow
 def test_kubernetes_schemas_accept_the_manifests() -> None:
-    """Not installed with the others: `pip install kubernetes-validate` brings 100 MB of schemas."""
+    """`make test-all` installs the schemas. A RayCluster is not among them, but its pods are."""
     schemas = pytest.importorskip("kubernetes_validate")
-    for document in documents():
+    of_ray = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": pod} for pod in ray_pods()
+    ]
+    known = [each for folder in FOLDERS for each in documents(folder) if each["kind"] != "RayCluster"]
+    for document in (*known, *of_ray):
         schemas.validate(document, "1.36", strict=True)
 
 

@@ -2,9 +2,34 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.core.words import plural
+from loraplex.core.url_secrets import without_secrets
+from loraplex.core.words import no_server, plural, unknown_name
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "runs"), (1, "run"), (2, "runs"), (1.5, "runs")])
 def test_a_noun_follows_its_number(number: float, words: str) -> None:
     assert plural("run", number) == words
+
+
+def test_near_names_are_those_that_differ_in_case_too() -> None:
+    assert unknown_name("adapter", "SQL-bto", ["sql-BOT", "poet"]) == (
+        "there is no adapter 'SQL-bto'; did you mean sql-BOT?"
+    )
+    assert unknown_name("adapter", "x", []) == "there is no adapter 'x'; there are none"
+    assert unknown_name("adapter", "x", [f"name-{i}" for i in range(5000)]).endswith("name-29 and 4,970 more")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://user:secret@host:1/a@b", "https://****@host:1/a@b"),
+        ("sql=s3://secret@bucket/x", "sql=s3://****@bucket/x"),
+        ("http://host/x?X-Amz-Signature=secret&a", "http://host/x?X-Amz-Signature=****&****"),
+        ("http://host/x?secret#token=secret", "http://host/x?****#token=****"),
+        ("s3://bucket/x#0123", "s3://bucket/x#0123"),
+        ("name=folder?a=b me@host", "name=folder?a=b me@host"),
+    ],
+)
+def test_urls_are_shown_without_secrets(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+    assert "secret" not in no_server(text, "nobody")

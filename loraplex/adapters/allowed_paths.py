@@ -22,7 +22,7 @@ class AllowedPaths:
     """The folders that the operator opened for loading by path; without any, every path is refused."""
 
     def __init__(self, roots: Iterable[Path]) -> None:
-        self._roots = tuple(dict.fromkeys(root.resolve() for root in roots))
+        self._roots = tuple(dict.fromkeys(Path(os.path.realpath(root)) for root in roots))
         self._working_dir = Path.cwd()
 
     @property
@@ -49,15 +49,16 @@ class AllowedPaths:
         raise _outside(path)
 
     def explain_missing(self, path: str) -> str:
-        """Return a message that there is no folder at a path, and where a relative path was searched."""
+        """Return a message that there is no folder at a path, and where a relative path was searched. It does
+        not name the working directory, which is not for a tenant to know."""
         if not self._roots:
             return "no folder is open for loading"
         if Path(path).is_absolute():
             return f"there is no folder {path}"
         roots = ", ".join(map(str, self._roots))
         return (
-            f"there is no folder {path} in {roots}, and none in {self._working_dir} that lies in a folder "
-            "open for loading (give an absolute path)"
+            f"there is no folder {path} in {roots}, and none in the server's working directory that lies in "
+            "a folder open for loading (give an absolute path)"
         )
 
     def open(self, path: Path) -> FileIO:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from loraplex.adapters.hub import fetch_adapter as fetch_from_hub
-from loraplex.adapters.s3 import SCHEME, S3Folder, fetch_s3, parse_s3
+from loraplex.adapters.least_rate import bytes_below, fetch_at_least_rate
+from loraplex.adapters.s3 import SCHEME, S3Folder, fetch_s3, kept_in, parse_s3, why_no_s3
 from loraplex.core.errors import AdapterError, PathNotAllowedError
-from loraplex.core.hub import HubRepo, parse_hub_repo
+from loraplex.core.hub import HubRepo, cache_folder, parse_hub_repo
 
 RemoteSource = HubRepo | S3Folder
 
@@ -90,7 +92,7 @@ def locate_adapter(source: str | Path) -> Path | RemoteSource:
         return path_of
     found = parse_remote(source)
     if found is None:
-        raise AdapterError(neither(f"there is no folder {source}"))
+        raise AdapterError(why_no_s3(source) or neither(f"there is no folder {source}"))
     return found
 
 
@@ -112,6 +114,11 @@ def resolve_adapter(source: str | Path) -> Path:
 def fetch_adapter(source: RemoteSource) -> Path:
     """Return the folder with an adapter's two files, complete and of one revision, which is its name.
 
-    Raises AdapterFetchError if they could not be fetched, AdapterFormatError if the source has no adapter.
+    Raises AdapterFetchError if they could not be fetched, or come too slowly, AdapterFormatError if the
+    source has no adapter.
     """
-    return fetch_s3(source) if isinstance(source, S3Folder) else fetch_from_hub(source)
+    if isinstance(source, S3Folder):
+        fetch, kept = partial(fetch_s3, source), kept_in(source)
+    else:
+        fetch, kept = partial(fetch_from_hub, source), cache_folder(source)
+    return fetch_at_least_rate(source.place, fetch, partial(bytes_below, kept))

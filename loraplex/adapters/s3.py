@@ -28,17 +28,20 @@ from loraplex.adapters.peft_config import MAX_CONFIG_BYTES
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import AdapterError, AdapterFetchError, AdapterFormatError
 from loraplex.core.paths import cache_dir
+from loraplex.core.url_secrets import without_secrets
 from loraplex.core.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
 SCHEME: Final = "s3://"
+_PREFIX: Final = "s3:"
+_MAX_QUOTED_CHARS: Final = 200
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 # Wildcards would read like a pattern of --allow-adapter-repo, and # begins the revision.
 _NOT_IN_PREFIX: Final = frozenset("#?*[]\\<>\"'`|^{} ")
 _MAX_PREFIX_BYTES: Final = 900
 _REVISION: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_CHUNK_BYTES: Final = 4 << 20
+_CHUNK_BYTES: Final = 64 << 10
 _CONNECT_S: Final = 10
 _READ_S: Final = 30
 _NUM_ATTEMPTS: Final = 3
@@ -90,12 +93,21 @@ def parse_s3(text: str) -> S3Folder | None:
     return S3Folder(bucket=bucket, prefix=prefix, revision=revision or None)
 
 
+def why_no_s3(text: str) -> str | None:
+    """Return why a text that `parse_s3` does not read is no URL of S3, and what one looks like; None if it is
+    not meant to be one."""
+    if text[: len(_PREFIX)].lower() != _PREFIX:
+        return None
+    shown = without_secrets(text[:_MAX_QUOTED_CHARS])
+    return f"{shown!r} is no URL of S3: {_mistake(text)}; write one like s3://my-bucket/adapters/sql"
+
+
 def fetch_s3(folder: S3Folder) -> Path:
     """Return the local folder with an adapter's two files, complete and of one revision, which is its name.
 
     Raises AdapterFetchError if they could not be fetched, AdapterFormatError if there is no adapter.
     """
-    kept = _kept_in(folder)
+    kept = kept_in(folder)
     if folder.revision is not None and (kept / folder.revision).is_dir():
         return kept / folder.revision
     try:
@@ -107,6 +119,14 @@ def fetch_s3(folder: S3Folder) -> Path:
             raise AdapterFetchError(str(error)) from error
         logger.warning("%s; using what was fetched from there before (%s)", error, latest.name)
         return latest
+
+
+def kept_in(folder: S3Folder) -> Path:
+    """Return where revisions are kept. The store's names are no part of the path, but for the bucket's.
+    Stores of other endpoints may have a bucket of the same name."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    prefix_hash = hashlib.sha256(f"{endpoint}\n{folder.prefix}".encode()).hexdigest()[:16]
+    return cache_dir() / "s3" / folder.bucket / prefix_hash
 
 
 class _UnreachableError(AdapterFetchError):
@@ -123,6 +143,32 @@ class _Object:
     num_bytes: int
 
 
+def _mistake(text: str) -> str:
+    """Return what is wrong with a text that begins with s3:, but that `parse_s3` does not read."""
+    if not text.startswith(SCHEME):
+        return "it begins with s3:// in small letters, with two slashes"
+    place, hash_sign, revision = text.removeprefix(SCHEME).partition("#")
+    bucket, _, prefix = place.partition("/")
+    parts = prefix.removesuffix("/").split("/")
+    if not bucket:
+        return "it names no bucket"
+    if "@" in bucket:
+        return f"it has a login, and logins are not part of it ({_LOGIN})"
+    if _BUCKET.fullmatch(bucket) is None or ".." in bucket:
+        return "a bucket's name has 3 to 63 small letters, digits, dots and hyphens"
+    if hash_sign and _REVISION.fullmatch(revision) is None:
+        return "what follows # is no revision, which has 32 hexadecimal digits"
+    if "?" in prefix:
+        return "it has parameters behind ?, as signed URLs have, which are not supported"
+    if any(part in (".", "..") for part in parts):
+        return "its path has the part . or .., which means nothing in a bucket"
+    if len(parts) > 1 and "" in parts:
+        return "its path has two slashes one after the other"
+    if wrong := next((char for char in prefix if char in _NOT_IN_PREFIX or not char.isprintable()), None):
+        return f"its path has {wrong!a} in it, which is not supported"
+    return f"its path has more than {_MAX_PREFIX_BYTES} bytes"
+
+
 def _is_prefix(prefix: str) -> bool:
     parts = prefix.split("/") if prefix else []
     is_clean = prefix.isprintable() and not _NOT_IN_PREFIX & set(prefix)
@@ -131,14 +177,6 @@ def _is_prefix(prefix: str) -> bool:
         and not any(part in ("", ".", "..") for part in parts)
         and len(prefix.encode()) <= _MAX_PREFIX_BYTES
     )
-
-
-def _kept_in(folder: S3Folder) -> Path:
-    """Return where revisions are kept. The store's names are no part of the path, but for the bucket's.
-    Stores of other endpoints may have a bucket of the same name."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    prefix_hash = hashlib.sha256(f"{endpoint}\n{folder.prefix}".encode()).hexdigest()[:16]
-    return cache_dir() / "s3" / folder.bucket / prefix_hash
 
 
 def _fetch(folder: S3Folder, kept: Path) -> Path:

@@ -10,19 +10,21 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import aiohttp
 
 from loraplex.bench.records import RequestRecord
 from loraplex.bench.sse import StreamTally, error_text
 from loraplex.core.errors import LoraplexError
-from loraplex.core.words import no_server
+from loraplex.core.words import no_server, unknown_name
 
 Clock = Callable[[], float]
+
+_PROBED_TOKEN: Final = 10
 
 
 class BenchError(LoraplexError):
@@ -118,22 +120,40 @@ class CompletionClient:
 
     async def base_model(self) -> str:
         """Return the first model that is not an adapter (an adapter names its parent). Raises BenchError."""
+        bases = [name for name, parent in (await self._models()).items() if parent is None]
+        if not bases:
+            raise BenchError(f"{self._root}/v1/models: no base model listed; name one with --model")
+        return bases[0]
+
+    async def check_adapters(self, names: Sequence[str]) -> None:
+        """Raise BenchError for the first adapter that the server does not have. Servers need not list their
+        adapters, so those that are not listed are sent a short request."""
+        listed = await self._models()
+        for name in dict.fromkeys(names):
+            if name in listed:
+                continue
+            probe = encode_request(model=name, prompt_token_ids=[_PROBED_TOKEN], output_tokens=1)
+            error = (await self.complete(probe)).error
+            if error is not None:
+                adapters = [each for each, parent in listed.items() if parent is not None]
+                raise BenchError(f"{unknown_name('adapter', name, adapters)} ({error})")
+
+    async def _models(self) -> dict[str, object]:
+        """Return the parent of each model that the server lists, by name; None for base models. Raises
+        BenchError."""
         try:
             async with self._session.get(f"{self._root}/v1/models") as response:
                 body = await response.read()
                 if response.status != 200:
                     raise BenchError(f"{self._root}/v1/models: HTTP {response.status}: {error_text(body)}")
             models = json.loads(body)["data"]
-            bases = [str(model["id"]) for model in models if model.get("parent") is None]
+            return {str(model["id"]): model.get("parent") for model in models}
         except aiohttp.ClientConnectorError as error:
             raise BenchError(self._no_server(error)) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise BenchError(f"{self._root}/v1/models: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f"{self._root}/v1/models: not an OpenAI model list") from error
-        if not bases:
-            raise BenchError(f"{self._root}/v1/models: no base model listed; name one with --model")
-        return bases[0]
 
     async def _stream(self, request: BenchRequest, tally: StreamTally) -> None:
         url = f"{self._root}/v1/completions"

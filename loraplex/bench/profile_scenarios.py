@@ -62,7 +62,7 @@ _MERGE_REPEATS: Final = 5
 _QUICK_STEPS: Final = 0.8
 """Share of the time of a quick profile after which the engine's steps have been measured."""
 _LEAST_STEPS_S: Final = 1.0
-_SMALLER_BY: Final = 4
+_SMALLER_BY: Final = 8
 _MAX_SERVED_EACH: Final = 40
 """Most steps of serving with each number of requests."""
 _GPU_WEIGHTS: Final = {
@@ -176,15 +176,18 @@ def _profile_engine(
         vocab_size, held_out = config.shape.vocab_size, [*fitted[::4], *others]
         cases = step_cases(fitted, limits)
         num_held_out = _NUM_HELD_OUT if until_s is None else _NUM_HELD_OUT // 3
+        has_few_steps = until_s is not None and not on_gpu
+        most = max(case.num_tokens for case in cases) // (_SMALLER_BY if has_few_steps else 1)
         samples = measure_steps(
             engine,
             StepCases(
-                fitted=_smaller(cases) if until_s is not None and not on_gpu else cases,
-                decodes=held_out_decodes(held_out, limits, num_held_out),
-                prompts=held_out_prompts(held_out, limits, num_held_out),
+                fitted=_up_to(most, cases),
+                decodes=_up_to(most, held_out_decodes(held_out, limits, num_held_out)),
+                prompts=_up_to(most, held_out_prompts(held_out, limits, num_held_out)),
             ),
             vocab_size=vocab_size,
             repeats=repeats,
+            has_few_steps=has_few_steps,
             report=report.of("steps"),
             budget_s=None if until_s is None else max(until_s - time.monotonic(), _LEAST_STEPS_S),
         )
@@ -212,10 +215,9 @@ def _profile_engine(
         engine.close()
 
 
-def _smaller(cases: Sequence[StepCase]) -> list[StepCase]:
-    """Return the cases without the largest, which take most of the time on a CPU; their costs follow from
-    those of the others, as steps of many rows cost in proportion to them."""
-    most = max(case.num_tokens for case in cases) // _SMALLER_BY
+def _up_to(most: int, cases: Sequence[StepCase]) -> list[StepCase]:
+    """Return the cases of at most so many tokens. The largest take most of the time on a CPU; their costs
+    follow from those of the others, as steps of many rows cost in proportion to them."""
     return [case for case in cases if case.num_tokens <= most]
 
 

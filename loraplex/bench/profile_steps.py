@@ -34,6 +34,8 @@ _NUM_SERVED: Final = 300
 """Most steps of serving to fit: about three for each that was measured by itself."""
 _LEAST_CASES: Final = 24
 """Cases that are measured however long it takes: about the fewest that tell all costs apart."""
+_FEW_STEPS: Final = (2, 6)
+"""Steps before those that are timed, and timed ones, where these take most of the time."""
 _IDLE_S: Final = 0.02
 """Seconds of pause before a prompt on an idle engine: right after another step, caches would be warmer."""
 
@@ -70,14 +72,17 @@ def measure_steps(
     vocab_size: int,
     repeats: int,
     report: Report,
+    has_few_steps: bool = False,
     budget_s: float | None = None,
 ) -> StepSamples:
     """Measure the cases. Their adapters must be registered; they are loaded before the first measurement.
-    `budget_s`: seconds after which those that were not reached are left out."""
+    `has_few_steps`: those that decode do so for fewer steps. `budget_s`: seconds after which those that were
+    not reached are left out."""
     every = [case for each in cases for case in each]
     bytes_of = {adapter.version: adapter.num_bytes for case in every for adapter in case.adapters}
     bring_in(engine, sorted(bytes_of), vocab_size)
-    timer, preempted_before = _StepTimer(engine, vocab_size, bytes_of), engine.stats().num_preemptions
+    timer = _StepTimer(engine, vocab_size, bytes_of, *(_FEW_STEPS if has_few_steps else ()))
+    preempted_before = engine.stats().num_preemptions
     timed = [partial(timer.seconds, case) for case in every]
     if budget_s is None:
         took_s = dict(enumerate(time_alternating(timed, repeats=repeats, report=report)))
@@ -125,8 +130,16 @@ class _StepTimer:
     step, or of the middle one of several, taken from the plan: the scheduler decides how far requests are by
     then."""
 
-    def __init__(self, engine: Engine, vocab_size: int, bytes_of: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        vocab_size: int,
+        bytes_of: Mapping[str, int],
+        settle_steps: int = SETTLE_STEPS,
+        timed_steps: int = TIMED_STEPS,
+    ) -> None:
         self.steps: dict[StepCase, StepFeatures] = {}
+        self._settle_steps, self._timed_steps = settle_steps, timed_steps
         self._bytes_of = bytes_of
         self._engine = engine
         self._vocab_size = vocab_size
@@ -155,11 +168,11 @@ class _StepTimer:
     def _decodes_alone(self, case: StepCase) -> float:
         engine, request_ids = self._engine, self._add_decodes(case)
         landings: list[tuple[float, StepPlan | None]] = []
-        while len(landings) < SETTLE_STEPS + TIMED_STEPS:
+        while len(landings) < self._settle_steps + self._timed_steps:
             if len(self._step()) == case.num_decodes:
                 landings.append((time.perf_counter(), engine.landed))
         self._cancel(request_ids)
-        timed = landings[SETTLE_STEPS:]
+        timed = landings[self._settle_steps :]
         self._note(case, timed[len(timed) // 2][1])
         return undisturbed([later - sooner for (sooner, _), (later, _) in pairwise(timed)])
 
@@ -169,7 +182,7 @@ class _StepTimer:
         engine, request_ids = self._engine, self._add_decodes(case)
         while len(self._step()) < case.num_decodes:
             pass
-        for _ in range(SETTLE_STEPS):
+        for _ in range(self._settle_steps):
             self._step()
         shots_s: list[float] = []
         while len(shots_s) < JOINED_SHOTS:

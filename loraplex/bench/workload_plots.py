@@ -10,8 +10,26 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: a server has no display
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogFormatter
 
 from loraplex.workload.summary import WorkloadCounts
+
+
+class _Plain(LogFormatter):
+    """Labels the ticks that a logarithmic axis would label by powers of ten."""
+
+    def __init__(self, text: str, scale: float = 1.0) -> None:
+        super().__init__(labelOnlyBase=False)
+        self._text, self._scale = text, scale
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return self._text.format(x * self._scale) if super().__call__(x, pos) else ""
+
+
+def _label_plainly(axis: Axis, text: str, scale: float = 1.0) -> None:
+    axis.set_major_formatter(_Plain(text, scale))
+    axis.set_minor_formatter(_Plain(text, scale))
 
 
 def plot_workload(counts: WorkloadCounts, path: Path, *, title: str) -> None:
@@ -48,6 +66,7 @@ def _draw_lengths(axes: plt.Axes, seen: dict[str, Counter[int]]) -> None:
         shares = np.cumsum([counter[value] for value in values.tolist()]) / counter.total()
         axes.step(np.append(values[:1], values), np.append([0.0], shares), where="post", label=name)
     axes.set_xscale("log")
+    _label_plainly(axes.xaxis, "{:,.0f}")
     axes.set_title("Lengths", fontsize=11)
     axes.set_xlabel("tokens")
     axes.set_ylabel("share of requests")
@@ -59,6 +78,8 @@ def _draw_popularity(axes: plt.Axes, adapters: Counter[int]) -> None:
     shares = np.sort(np.array(list(adapters.values())))[::-1] / adapters.total()
     # Zipf's law is a straight line.
     axes.loglog(np.arange(1, shares.size + 1), shares, ".-", markersize=4, linewidth=1)
+    _label_plainly(axes.xaxis, "{:,.0f}")
+    _label_plainly(axes.yaxis, "{:.3g}%", 100)
     axes.set_title("Adapters", fontsize=11)
     axes.set_xlabel("adapter, by popularity")
     axes.set_ylabel("share of requests")

@@ -37,7 +37,6 @@ for _command in (
     app.command()(_command)
 
 EXIT_REFUSED: Final = 1
-EXIT_USAGE: Final = 2
 
 _SHOWN_VERSION_CHARS: Final = 8
 
@@ -55,7 +54,7 @@ def check(
 ) -> None:
     """Tell what serving an adapter would honour, what has no effect, and all that is in the way.
 
-    Exit code 0: it can be served; 1: it is refused; 2: bad usage.
+    Exit code 0: it can be served; 1: it is refused, or it or the model cannot be read; 2: bad usage.
     """
     from loraplex.model.source import load_shape
 
@@ -91,14 +90,12 @@ def list_adapters(
 def _bring(source: str) -> Path:
     """Return the adapter's folder, fetched if necessary; exits with an error if that fails."""
     from loraplex.adapters.remote import resolve_adapter
-    from loraplex.core.errors import AdapterError, AdapterFormatError
+    from loraplex.core.errors import AdapterError
 
     try:
         return resolve_adapter(source)
-    except AdapterFormatError as error:
-        _fail(str(error), EXIT_REFUSED)
     except AdapterError as error:
-        _fail(str(error), EXIT_USAGE)
+        _fail(str(error), EXIT_REFUSED)
 
 
 def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[str], ModelShape]) -> int:
@@ -112,7 +109,7 @@ def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[st
     try:
         shape = load_shape(model)
     except ModelError as error:
-        _fail(f"--model: {error}", EXIT_USAGE)
+        _fail(f"--model: {error}", EXIT_REFUSED)
     report = inspect_adapter(path, shape)
     other = other_base(path, base_names(model))
     warnings = [] if other is None else [other_base_warning(other, model)]

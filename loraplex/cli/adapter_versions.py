@@ -10,6 +10,7 @@ import typer
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of, text_of
 from loraplex.cli.table import Column, print_table, text_column
 from loraplex.core.errors import UserError
+from loraplex.core.words import unknown_name
 
 _COLUMNS: Final = (
     text_column("name"),
@@ -95,11 +96,11 @@ def versions(
     """Show the versions of a server's adapters: the one that is served, its canary, and those before."""
     adapters = rows_of(base_url, "/v1/adapters", api_key, kind="adapters")
     if name is not None:
-        adapters = [adapter for adapter in adapters if adapter.get("name") == name]
-        if not adapters:
-            raise UserError(
-                f"{base_url} serves no adapter {name!r}; `loraplex adapter list` shows those that it does"
-            )
+        named = [adapter for adapter in adapters if adapter.get("name") == name]
+        if not named:
+            known = (str(adapter.get("name")) for adapter in adapters)
+            raise UserError(f"{base_url}: {unknown_name('adapter', name, known)}")
+        adapters = named
     rows = [row for adapter in adapters for row in _rows(adapter)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))

@@ -177,6 +177,8 @@ async def _run_plan(plan: _Plan) -> list[RequestRecord]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with CompletionClient(plan.base_url, api_key=plan.api_key, timeout_s=plan.timeout_s) as client:
+        if plan.adapters:
+            await client.check_adapters(plan.adapters)
         models = plan.adapters or (plan.model or await client.base_model(),)
         source = PromptSource(seed=plan.seed, vocab_high=plan.vocab_size)
         warmup = uniform_requests(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -16,10 +15,9 @@ from loraplex.cli.flags import App
 from loraplex.cli.server_calls import AsJson
 from loraplex.cli.table import print_table, printable, text_column
 from loraplex.core.errors import UserError
+from loraplex.core.url_secrets import MASK, without_secrets
 
 _SECRETS: Final = frozenset({"api_key", "admin_key", "backend_key", "backend_admin_key"})
-_MASK: Final = "****"
-_LOGIN: Final = re.compile(r"^([^:/]+://)[^/?#]*@")
 _AS_JSON: Final = "--json"
 _NOT_OPTIONS: Final = frozenset({"config", "help"})
 # Variables that Kubernetes sets for a service of the same name.
@@ -48,7 +46,7 @@ def show(
     ] = None,
 ) -> None:
     """Show every option of a command, its value, and where that is from: a flag, the environment, a file or
-    the default. Keys are masked. Nothing is started."""
+    the default. Keys, and logins and parameters of URLs, are masked. Nothing is started."""
     words = list(command or ["serve"])
     if _AS_JSON in words:  # after the command, too: it has no such option itself
         words.remove(_AS_JSON)
@@ -109,15 +107,10 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_shown(name, each) for each in value]
     if name in _SECRETS and value is not None:
-        return _MASK
+        return MASK
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return _without_login(str(value))
-
-
-def _without_login(text: str) -> str:
-    """Return a URL without its user and password: either may be a secret."""
-    return _LOGIN.sub(rf"\g<1>{_MASK}@", text)
+    return without_secrets(str(value))
 
 
 def _text(value: Any) -> str:

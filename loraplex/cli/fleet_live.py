@@ -237,7 +237,7 @@ def explain(
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="The server's --state-dir, if it has one; demos that run are found without."),
+        typer.Option(help="The server's --state-dir, if it has one; those of a demo are found without."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -284,13 +284,12 @@ def explain(
 
 def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[Explanation]]:
     """Return the decisions about a request, or about the latest one, and the state folder they are in: the
-    given one, or else the default one or that of a running demo. Raises UserError if there are none."""
+    given one, or else the default one or the demo's. Raises UserError if there are none."""
     from loraplex.server.fleet.decision_log import FOLDER, logged_decisions
     from loraplex.server.fleet.explain import explain as explained
-    from loraplex.server.fleet.logged_names import demo_state_dirs
-    from loraplex.server.run import default_state_dir
+    from loraplex.server.run import default_state_dir, demo_state_dir
 
-    folders = [default_state_dir(), *demo_state_dirs()] if state_dir is None else [state_dir]
+    folders = [default_state_dir(), demo_state_dir()] if state_dir is None else [state_dir]
     there = [folder for folder in folders if any((folder / FOLDER).glob("*.jsonl"))]
     decisions = ((folder, explained(request, logged_decisions(folder))) for folder in there)
     decided = ((folder, found) for folder, found in decisions if found)

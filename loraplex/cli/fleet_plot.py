@@ -248,5 +248,6 @@ def _draw_bars(axes: Axes, values: Sequence[int], label: str) -> None:
     axes.set_xlabel("replica")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(label)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.25, axis="y")
     axes.spines[["top", "right"]].set_visible(False)

@@ -56,6 +56,13 @@ def show_plan(plan: Plan, checked: PlanCheck | None = None, profile: Profile | N
         ],
     )
     typer.echo(summary_of(plan, unit))
+    if spare := plan.num_spare_gpus:
+        needed, asked = len(plan.gpus), len(plan.gpus) + spare
+        typer.echo(
+            f"{needed:,} of the {asked:,} {plural(unit, asked)} will do, and the plan has nothing for the "
+            f"other {spare:,}: `loraplex plan apply` wants a fleet of {needed:,} {plural('replica', needed)} "
+            f"(`loraplex fleet scale {needed}`)"
+        )
     if plan.objective.has_limits:
         typer.echo(f"for each {unit}: {', '.join(plan.objective.words())}")
     if checked is not None and not checked.holds:

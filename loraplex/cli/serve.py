@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -87,6 +86,8 @@ def serve_options(
     adapter_sources = option.parse_adapters(adapter)
     max_delay = parse_delay(max_delay_by_grouping, batching)
     max_ttft_s = option.parse_max_ttft(max_ttft, batching)
+    borrowing = parse_borrowing(max_borrowing)
+    option.refuse_tenants_with(batching, tenants, borrowing)
     twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.remote import locate_adapter
@@ -111,7 +112,7 @@ def serve_options(
         loads_popular=load_popular,
         batching=batching,
         max_delay=max_delay,
-        max_borrowing=parse_borrowing(max_borrowing),
+        max_borrowing=borrowing,
         kv_swap_memory_bytes=kv_swap_bytes,
     )
     return ServeOptions(
@@ -131,7 +132,12 @@ def serve_options(
         tenants=tenants,
         allowed_hosts=hosts,
         allowed_origins=origins,
-        waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
+        waiting=WaitingLimits(
+            max_requests=max_waiting,
+            max_tokens=max_waiting_tokens,
+            max_ttft_s=max_ttft_s,
+            max_borrowing=borrowing,
+        ),
         connections=ConnectionLimits(max_connections=max_connections),
         chat=ChatOptions(
             tool_call_parser=tool_call_parser,
@@ -169,6 +175,8 @@ def demo(
     port: option.Port = 8000,
     replicas: option.DemoReplicas = 1,
     threads: option.Threads = None,
+    allow_adapter_dir: option.AllowedDirs = None,
+    allow_adapter_repo: option.AllowedRepos = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
     config: ConfigPath = None,
@@ -178,9 +186,8 @@ def demo(
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
-    from loraplex.server.fleet.logged_names import DEMO_PREFIX
     from loraplex.server.listening import AddressError
-    from loraplex.server.run import ServeOptions
+    from loraplex.server.run import ServeOptions, demo_state_dir
     from loraplex.server.run import serve as run
 
     outlive_the_reader()
@@ -188,17 +195,15 @@ def demo(
     # The first ones are shown as examples: those whose effect is easy to see.
     shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
-    # A temporary state folder: adapters loaded into one demo are not part of the next.
-    with (
-        tempfile.TemporaryDirectory(prefix=DEMO_PREFIX, ignore_cleanup_errors=True) as state_dir,
-        logging_to_stderr(log_level.number, log_format),
-    ):
+    with logging_to_stderr(log_level.number, log_format):
         options = ServeOptions(
             engine=EngineOptions(model=str(folder), num_threads=threads),
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
+            allow_adapter_dirs=tuple(allow_adapter_dir or ()),
+            allow_adapter_repos=tuple(allow_adapter_repo or ()),
             port=port,
             num_replicas=replicas,
-            state_dir=Path(state_dir),
+            state_dir=demo_state_dir(),
         )
         try:
             run(options, Announcer(prompts))

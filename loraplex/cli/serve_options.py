@@ -386,6 +386,17 @@ def refuse_key_beside_tenants(api_keys: Sequence[str], tenants: Path | None) -> 
         )
 
 
+def refuse_tenants_with(batching: Batching, tenants: Path | None, borrowing: float | None) -> None:
+    """Refuse tenants under a policy that knows no shares."""
+    for option, value in (("--tenants", tenants), ("--max-borrowing", borrowing)):
+        if value is not None and not batching.knows_tenants:
+            raise typer.BadParameter(
+                f"--batching {batching} serves adapters in turn and knows no tenants, so that shares and "
+                "objectives would not hold; leave it out, or choose fcfs, grouped or auto",
+                param_hint=option,
+            )
+
+
 def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option: str) -> tuple[str, ...]:
     """Return the values of an option that is repeated, or given once with comma-separated values."""
     try:
@@ -404,7 +415,7 @@ def parse_otlp_endpoint(url: str) -> str:
 def parse_max_ttft(seconds: float | None, batching: Batching) -> float | None:
     """Return the seconds of `--max-ttft`, if given. Raises a usage error, also for a policy under which first
     tokens cannot be predicted."""
-    if seconds is not None and batching in (Batching.MERGED, Batching.DYNAMIC):
+    if seconds is not None and not batching.knows_tenants:
         raise typer.BadParameter(
             f"with --batching {batching}, first tokens cannot be predicted; leave it out, or choose fcfs, "
             "grouped or auto",

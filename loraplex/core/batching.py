@@ -46,6 +46,12 @@ class Batching(StrEnum):
         return self not in (Batching.FCFS, Batching.MERGED)
 
     @property
+    def knows_tenants(self) -> bool:
+        """Return whether requests are served by the shares and objectives of their tenants. Policies that
+        displace running requests need one order of all requests, in which these keep their places."""
+        return self not in (Batching.MERGED, Batching.DYNAMIC)
+
+    @property
     def groups(self) -> bool:
         """Return whether waiting requests may be admitted by adapter."""
         return self in (Batching.GROUPED, Batching.AUTO)

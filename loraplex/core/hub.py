@@ -87,6 +87,14 @@ def fetch_snapshot(
     return Path(folder)
 
 
+def cache_folder(repo: HubRepo) -> Path:
+    """Return where the hub's client keeps a repository's files, whole ones and parts."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo.repo_id, repo_type="model"))
+
+
 def list_files(repo: HubRepo) -> frozenset[str]:
     """Return the names of all files of a repository. Raises HubError."""
     from huggingface_hub import HfApi

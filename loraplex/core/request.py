@@ -25,7 +25,8 @@ class EngineRequest:
     `output_token_ids`: the beginning of the answer, made by an earlier engine. It counts as output, for
     lengths, penalties and seeds, and is not reported again. `tenant`: whose request it is. `priority`: of a
     tenant's requests, those with a lower one come first. `slo_ttft_s`: seconds within which its first token
-    should come; None for the target of the tenant, if it has one. `cache_salt`: a request finds cached
+    should come, `slo_tpt_s`: those that each later one should take at most; None for the target of the
+    tenant, if it has one. `cache_salt`: a request finds cached
     prefixes and compiled grammars only of requests with the same one. `traceparent`: its
     place in a trace, if it is traced: its first token then comes with its `PhaseTimes`.
     """
@@ -39,6 +40,7 @@ class EngineRequest:
     tenant: str = NO_TENANT
     priority: int = 0
     slo_ttft_s: float | None = None
+    slo_tpt_s: float | None = None
     cache_salt: str = ""
     traceparent: str = ""
 

@@ -14,17 +14,21 @@ MAX_TENANT_CHARS: Final = 64
 TENANT_PATTERN: Final = rf"[A-Za-z0-9_-]{{1,{MAX_TENANT_CHARS}}}"
 TENANT_NAMES: Final = f"1 to {MAX_TENANT_CHARS} letters, digits, '_' and '-'"
 """Names of tenants, in words."""
+BATCH_PRIORITY: Final = 2**30
+"""The priority of the lines of a batch. Requests with this one or a higher one are served after all others,
+whose tenants they are of, and give way to them while they run."""
 _NAME: Final = re.compile(TENANT_PATTERN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """The sender of a request, as EngineRequest has it. `slo_ttft_s`: the request's own objective; None for
-    that of its tenant, if it has one."""
+    """The sender of a request, as EngineRequest has it. `slo_ttft_s`, `slo_tpt_s`: the request's own
+    objectives; None for those of its tenant, if it has any."""
 
     tenant: str = NO_TENANT
     priority: int = 0
     slo_ttft_s: float | None = None
+    slo_tpt_s: float | None = None
     cache_salt: str = ""
 
 

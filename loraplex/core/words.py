@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+from loraplex.core.url_secrets import without_secrets
+
+_MAX_NAMED: Final = 30
 
 
 def plural(noun: str, number: float) -> str:
@@ -14,7 +19,7 @@ def plural(noun: str, number: float) -> str:
 def no_server(base_url: str, reason: object) -> str:
     """Return the message for a URL that could not be connected to, with the fix."""
     return (
-        f"no server answers at {base_url} ({reason}); start one with `loraplex serve`, "
+        f"no server answers at {without_secrets(base_url)} ({reason}); start one with `loraplex serve`, "
         "or name another with --base-url"
     )
 
@@ -22,7 +27,11 @@ def no_server(base_url: str, reason: object) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return a message that there is no such name, with similar names, or all known ones if none is
     similar."""
-    names = list(known)
-    near = difflib.get_close_matches(name.lower(), names)
-    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-    return f"there is no {kind} {name!r}; {advice}"
+    names = {each.lower(): each for each in known}
+    near = [names[each] for each in difflib.get_close_matches(name.lower(), names)]
+    if near:
+        return f"there is no {kind} {name!r}; did you mean {' or '.join(near)}?"
+    num_more = len(names) - _MAX_NAMED
+    shown = ", ".join(list(names.values())[:_MAX_NAMED]) or "none"
+    more = f" and {num_more:,} more" if num_more > 0 else ""
+    return f"there is no {kind} {name!r}; there are {shown}{more}"

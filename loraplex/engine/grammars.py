@@ -21,7 +21,13 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
-from loraplex.engine.schema_rules import JSON_WHITESPACE, ascii_classes, closed_schema, ends_in_escape
+from loraplex.engine.schema_rules import (
+    JSON_WHITESPACE,
+    ascii_classes,
+    closed_schema,
+    ends_in_escape,
+    refuse_large_multiples,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -49,6 +55,29 @@ _NAMES: Final = {
     OutputKind.CHOICE: "list of choices",
     OutputKind.GRAMMAR: "grammar",
 }
+
+
+_TOO_LARGE: Final = {
+    "is nested too deeply; use fewer levels": (
+        "recursion limit exceeded",
+        "recursion depth exceeded",
+        "too deeply nested",
+        "maximum number of nested",
+        "stack level exceeded",
+    ),
+    "has too many rules, alternatives or optional properties; use fewer, or make properties required": (
+        "Parser Error: Current row has",
+        "too big (limit",
+        "schema too large",
+        "DNF too large",
+    ),
+    "takes too much work; make repetitions and lengths smaller": (
+        "lexer error",
+        "parser error",
+        "fuel exhausted",
+    ),
+}
+"""Faults of size in our words, with the fix, by what llguidance says of them."""
 
 
 def check_structured_output(wanted: StructuredOutput) -> None:
@@ -156,7 +185,7 @@ class AnswerGrammar:
         if self.has_ended or not self.matcher.is_error():
             return None
         wanted = self._origin[1]
-        return f"the answer cannot go on as {wanted.param} asks: {_reason(self.matcher.get_error())}"
+        return f"the answer cannot go on as {wanted.param} asks: {_reason(wanted, self.matcher.get_error())}"
 
     @property
     def param(self) -> str:
@@ -260,6 +289,8 @@ def _grammar_of(wanted: StructuredOutput) -> str:
     from llguidance import LLMatcher, grammar_from
 
     try:
+        if wanted.kind in (OutputKind.JSON, OutputKind.GRAMMAR):
+            refuse_large_multiples(wanted.text)
         match wanted.kind:
             case OutputKind.JSON | OutputKind.JSON_OBJECT:
                 schema = _ANY_OBJECT if wanted.kind is OutputKind.JSON_OBJECT else closed_schema(wanted.text)
@@ -278,20 +309,24 @@ def _grammar_of(wanted: StructuredOutput) -> str:
         raise _refused(wanted, str(error)) from error
 
 
-def _refused(wanted: StructuredOutput, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{wanted.param}: {_reason(reason)}; correct the {_NAMES[wanted.kind]}", param=wanted.param
-    )
+def _refused(wanted: StructuredOutput, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{wanted.param}: {_reason(wanted, message)}", param=wanted.param)
 
 
-def _reason(message: str) -> str:
-    """Return in one line what llguidance says."""
+def _reason(wanted: StructuredOutput, message: str) -> str:
+    """Return in one line what is wrong, and the fix, for what llguidance says."""
+    name = _NAMES[wanted.kind]
+    for reason, phrases in _TOO_LARGE.items():
+        if any(phrase in message for phrase in phrases):
+            return f"the {name} {reason}"
+    return f"{_in_one_line(message)}; correct the {name}"
+
+
+def _in_one_line(message: str) -> str:
     if "NoExtension" in message:
         return "no text follows it"
     if message.startswith("panic"):
         return "it is not supported"
-    if message.startswith(("lexer error", "parser error")):
-        return "it takes too much work; make repetitions and lengths smaller"
     lines = message.splitlines() or [""]
     found = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return found.rstrip(":. ")

@@ -36,7 +36,7 @@ from loraplex.core.errors import (
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
-from loraplex.core.words import plural
+from loraplex.core.words import plural, unknown_name
 from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.interface import EngineCore
 from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
@@ -343,8 +343,7 @@ class LLM:
             return None
         version = self._versions.get(name)
         if version is None:
-            known = ", ".join(self.adapters) or "none"
-            raise UnknownModelError(f"there is no adapter {name!r} (known: {known})")
+            raise UnknownModelError(unknown_name("adapter", name, self.adapters))
         return version
 
 

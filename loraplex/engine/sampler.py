@@ -148,9 +148,10 @@ def allowed_by_row(states: Sequence[SamplingState], vocab_size: int) -> dict[int
     rows = {row: state.grammar for row, state in enumerate(states) if state.grammar is not None}
     if not rows:
         return {}
-    return dict(
-        zip(rows, as_booleans(torch.from_numpy(allowed_bits(list(rows.values()))), vocab_size), strict=True)
-    )
+    bits = allowed_bits(list(rows.values())).view(np.uint8)
+    # 16 ms less for 32 answers of 49,152 tokens than `as_booleans`, which runs on any device.
+    allowed = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+    return dict(zip(rows, torch.from_numpy(allowed), strict=True))
 
 
 def as_booleans(bits_LW: torch.Tensor, vocab_size: int) -> torch.Tensor:

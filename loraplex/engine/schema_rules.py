@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 JSON_WHITESPACE: Final = r"[ \t\r\n]{0,32}"
@@ -12,6 +16,14 @@ up to max_tokens."""
 _CLASSES: Final = {"d": "0-9", "w": "0-9A-Za-z_"}
 _MANY_PARTS: Final = ("allOf", "if", "dependentSchemas", "unevaluatedProperties")
 _SAY_MORE: Final = ("additionalProperties", "patternProperties")
+_MOST_REMAINDERS: Final = 100_000
+"""States that llguidance may make to divide by `multipleOf`: this many take a third of a second."""
+_MOST_DIGITS: Final = 7
+"""Digits of a number that suffice to see that it is above that."""
+_COMBINING: Final = ('"allOf"', '"anyOf"', '"oneOf"', '"$ref"', '"if"')
+"""Keywords by which one number may have to be a multiple of several."""
+_ESCAPED: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
 
 
 def closed_schema(text: str) -> str:
@@ -56,6 +68,23 @@ def ascii_classes(pattern: str) -> str:
 def ends_in_escape(pattern: str) -> bool:
     """Return whether a regular expression ends in a backslash that escapes nothing."""
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
+def refuse_large_multiples(text: str) -> None:
+    """Raise ValueError if a schema, or a grammar that contains schemas, divides by numbers that take too much
+    work. llguidance has no limit for that, and cannot be interrupted."""
+    text = _ESCAPED.sub(lambda code: chr(int(code[1], 16)), text)
+    divisors: list[int] = []
+    for found in _MULTIPLE.findall(text):
+        with suppress(InvalidOperation):  # whoever compiles it says what is wrong
+            digits = Decimal(found).normalize().as_tuple().digits
+            divisors.append(int("".join(map(str, digits[:_MOST_DIGITS]))) or 1)
+    remainders = math.lcm(*divisors) if any(each in text for each in _COMBINING) else 0
+    if max(remainders, sum(divisors)) > _MOST_REMAINDERS:
+        raise ValueError(
+            f"multipleOf takes too much work; use smaller numbers, up to {_MOST_REMAINDERS:,} in all, their "
+            "trailing zeros left out, or leave it out and check the answer"
+        )
 
 
 def _has_many_parts(schema: Any) -> bool:

@@ -209,6 +209,7 @@ class TextEngine:
                     priority=caller.priority,
                     cache_salt=caller.cache_salt,
                     slo_ttft_s=caller.slo_ttft_s,
+                    slo_tpt_s=caller.slo_tpt_s,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.logs import adopt_library_loggers
@@ -15,6 +15,14 @@ from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
 
 Message = Mapping[str, Any]
+
+_TEMPLATE_ARGUMENTS: Final = ("self", "conversations", "messages")
+"""Arguments of the calls that render a template, beside those of `apply_chat_template`."""
+_TEMPLATE_FUNCTIONS: Final = (
+    *("raise_exception", "strftime_now"),
+    *("cycler", "dict", "joiner", "lipsum", "namespace", "range"),
+)
+"""Functions of transformers and of Jinja that every template may call."""
 
 
 class Tokenizer:
@@ -120,11 +128,18 @@ class Tokenizer:
         return dict(self._hf.special_tokens_map)
 
     def check_template_options(self, options: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError for names that belong to the rendering call itself."""
-        if reserved := sorted(options.keys() & _reserved_options(self._hf)):
+        """Raise InvalidRequestError for names that are the server's or the model's to set."""
+        if reserved := sorted(options.keys() & self._reserved_options):
             raise InvalidRequestError(
-                f"chat_template_kwargs may not hold {reserved[0]!r}", param="chat_template_kwargs"
+                f"chat_template_kwargs may not hold {reserved[0]!r}, which the server or the model sets; "
+                "leave it out, and give what the request has a field for in that field",
+                param="chat_template_kwargs",
             )
+
+    @cached_property
+    def _reserved_options(self) -> frozenset[str]:
+        arguments = inspect.signature(self._hf.apply_chat_template).parameters
+        return frozenset({*arguments, *self.template_variables, *_TEMPLATE_ARGUMENTS, *_TEMPLATE_FUNCTIONS})
 
     def render_chat(
         self,
@@ -170,8 +185,3 @@ class Tokenizer:
 
 def _is_about_tools(message: Message) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
-
-
-def _reserved_options(hf_tokenizer: Any) -> set[str]:
-    """Names that belong to the rendering call itself and so cannot be template variables."""
-    return {*inspect.signature(hf_tokenizer.apply_chat_template).parameters, "messages"}

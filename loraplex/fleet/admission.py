@@ -1,4 +1,5 @@
-"""Decide whether a request is admitted, by the predicted time to its first token (`first_token`).
+"""Decide whether a request is admitted, by the predicted time to its first token or for each later one
+(`first_token`).
 
 Recent prediction errors correct the next predictions, so that a machine without a measured profile is judged
 by its behaviour.
@@ -23,26 +24,40 @@ _MIN_SHARE: Final = 0.25
 """Share of the limit below which a time decides nothing, so its error does not count."""
 
 
+class Bounded(NamedTuple):
+    """A tenant that runs more than it is due only as far as others keep their pace (`core.due_places`), in
+    the whole fleet. `num_before`: its requests that run, and those that wait before the one asked about.
+    `due`: how many it is due to run. `bound`, `paces_s`: see `longest_step_s`."""
+
+    num_before: int
+    due: float
+    bound: float | None
+    paces_s: tuple[float, ...] = ()
+
+
 class Admitted(NamedTuple):
     """All admitted requests that have no first token yet, wherever they are. `part_before`: the part of them
-    that is served before the request that is asked about."""
+    that is served before the request that is asked about. `bounded`: None unless its tenant is bounded."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
     part_before: float = 1.0
+    bounded: Bounded | None = None
 
 
 class Forecast(NamedTuple):
     """Predicted seconds to the first token of a request. `alone_s`: the same if the replica had nothing else
-    to do. `is_idle`: it has nothing else to do."""
+    to do. `is_idle`: it has nothing else to do. `tpt_s`: predicted seconds for each later token."""
 
     ttft_s: float
     alone_s: float
     is_idle: bool
+    tpt_s: float = 0.0
 
 
 class Admission:
-    """Enforces limits on the time to the first token. `max_ttft_s`: that of all requests; None for none.
+    """Enforces limits on the time to the first token, or on that for each later one. `max_ttft_s`: that of
+    all requests; None for none.
 
     A request for an idle replica is always admitted: sending it later would gain nothing.
     """
@@ -68,7 +83,8 @@ class Admission:
     def retry_after_s(
         self, predicted: Forecast, waited_s: float = 0.0, *, limit_s: float | None = None
     ) -> float | None:
-        """Return the seconds after which a refused request is predicted to fit; None if it is admitted.
+        """Return the seconds after which a request that is refused for its first token is predicted to fit;
+        None if it is admitted.
         `waited_s`: seconds since it arrived. `limit_s`: a stricter limit than that of all requests."""
         limit_s = self.max_ttft_s if limit_s is None else limit_s
         assert limit_s is not None, "nothing limits this request"
@@ -80,8 +96,13 @@ class Admission:
         # replica.
         return ttft_s - max(limit_s, factor * predicted.alone_s)
 
+    def is_too_slow(self, predicted: Forecast, limit_s: float) -> bool:
+        """Return whether a request is refused for its later tokens. `limit_s`: seconds for each of them."""
+        return not predicted.is_idle and self.correction * predicted.tpt_s > limit_s
+
     def observe(self, predicted_s: float, measured_s: float, limit_s: float | None = None) -> None:
-        """Record the time to the first token of a request that was admitted. `limit_s`: as above."""
+        """Record the time to the first token of a request that was admitted, or the time for each later one.
+        `limit_s`: as above."""
         limit_s = self.max_ttft_s if limit_s is None else limit_s
         assert limit_s is not None, "nothing limited this request"
         if max(self.correction * predicted_s, measured_s) < _MIN_SHARE * limit_s:

@@ -1,17 +1,20 @@
-"""Predict when a request would get its first token on a replica.
+"""Predict when a request would get its first token on a replica, and how long each later one would take.
 
 It waits for the work before it: waiting prompts are prefilled in steps that also decode, a place in the batch
-or KV memory may have to become free, and the adapter may have to be loaded.
+or KV memory may have to become free, and the adapter may have to be loaded. A tenant that may run only so
+many requests waits for one of its own to end, as the schedule decides it (`core.due_places`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
 
 from loraplex.core.arrays import FloatArray
-from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.core.due_places import longest_step_s
+from loraplex.fleet.admission import Admitted, Bounded, Forecast
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
 from loraplex.perf.set_costs import RequestSets
@@ -52,8 +55,46 @@ def forecast(
     room_s = load.answers.mean_tokens * batch_s * np.maximum(too_many, too_large)
     load_s = view.load_s(request, here)
     alone_s = costs.prefill_s(_alone(request)) + load_s
-    ttft_s = np.maximum(read_s + room_s + load_s, alone_s)
-    return Forecast(float(ttft_s[0]), float(alone_s[0]), is_idle=not everything.num_requests[0, 0])
+    own_s = 0.0
+    if admitted.bounded is not None:
+        own_s = _own_room_s(admitted.bounded, before, view, replica, num_accepting)
+    ttft_s = np.maximum(np.maximum(read_s + room_s, own_s) + load_s, alone_s)
+    tpt_s = costs.decode_s(after.at_most(max_running))
+    return Forecast(
+        float(ttft_s[0]), float(alone_s[0]), is_idle=not everything.num_requests[0, 0], tpt_s=float(tpt_s[0])
+    )
+
+
+def _own_room_s(
+    bounded: Bounded, before: RequestSets, view: FleetView, replica: int, num_replicas: int
+) -> float:
+    """Return the seconds until a bounded tenant may run one more request. `before`: those that run, and wait
+    before it. `num_replicas`: how many share the tenant's requests evenly."""
+    load, costs = view.load, view.costs
+    most = int(load.max_running[replica])
+    num_own = math.ceil(bounded.num_before / num_replicas)
+    num_due = math.ceil(max(bounded.due / num_replicas, 1.0))
+    if num_own < num_due:
+        return 0.0
+    num_others = min(max(float(before.num_requests[0]) - num_own, 0.0), most - 1)
+    nums = np.arange(num_due, max(num_own, num_due) + 2.0)
+    mix = np.maximum(before.num_requests, 1)
+    steps_s = costs.decode_s(
+        RequestSets(
+            num_requests=num_others + nums,
+            sum_ranks=before.sum_ranks / mix * (num_others + nums),
+            max_rank=before.max_rank + 0.0 * nums,
+            prompt_tokens=before.prompt_tokens / mix * (num_others + nums),
+            kv_tokens=before.kv_tokens / mix * (num_others + nums),
+            num_adapters=before.num_adapters / mix * (num_others + nums),
+        )
+    )
+    most_s = longest_step_s(float(steps_s[0]), bounded.bound, bounded.paces_s)
+    # Steps get longer with what is in them, so these are the first ones.
+    num_allowed = max(int((steps_s <= most_s).sum()), 1)
+    places = num_due - 1 + num_allowed
+    num_too_many = num_own + 1 - places
+    return max(num_too_many, 0) / places * load.answers.mean_tokens * float(steps_s[num_allowed - 1])
 
 
 def _unsent(view: FleetView, admitted: Admitted) -> Admitted:

@@ -1,14 +1,18 @@
-"""The requests that wait for their first token, by tenant, and which are refused when not all can be served.
+"""The requests of a server by tenant, and which are refused when not all can be served.
 
 A request is refused at once if it could not be served in time: by the predicted time to its first token,
 which counts only the requests that would be served before it. By fair shares (`scheduling.fair_share`) these
 are
 
     all of tenants of a lower `priority`, none of a higher one
+    all live requests before lines of batches, of whichever tenant of its priority
+    all of tenants that may run more before those that may not (`core.due_places`)
     of the other tenants, as much as they are due for their shares until its own tenant's requests are served
     of its own tenant, those of its own or a lower `priority`
 
-so whoever asks for more than its share waits for its own requests, and is refused first.
+so whoever asks for more than its share waits for its own requests, and is refused first. A request with an
+objective for the time per token is refused as well if it, or with it the others, would be too slow by
+prediction: in the batch that it would run in.
 
 The number of waiting requests is limited, too. Half of the places are reserved for tenants with rights, by
 their shares, so that no tenant can fill all of them.
@@ -20,11 +24,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from loraplex.core.tenants import Caller, TenantPolicy
-from loraplex.fleet.admission import Admission, Admitted, Forecast
+from loraplex.core.due_places import DuePlaces
+from loraplex.core.tenants import BATCH_PRIORITY, Caller, TenantPolicy
+from loraplex.fleet.admission import Admission, Admitted, Bounded, Forecast
 
 _RESERVED: Final = 0.5
 """Share of the places that is reserved for tenants."""
+_PACE_RETRY_S: Final = 1.0
+"""Seconds after which a request is tried again that would be too slow now."""
 
 
 class Limit(NamedTuple):
@@ -35,13 +42,14 @@ class Limit(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A prediction that decided. `retry_after_s`: None if the request is admitted. `limit_s`, `is_slo`: as in
-    Limit."""
+    """A prediction that decided. `retry_after_s`: None if the request is admitted. `seconds`: until its first
+    token, or if `is_pace`, for each later one. `limit_s`, `is_slo`: as in Limit."""
 
     retry_after_s: float | None
-    ttft_s: float
+    seconds: float
     limit_s: float
     is_slo: bool
+    is_pace: bool = False
 
 
 class _Line:
@@ -56,12 +64,20 @@ class _Line:
 
 
 class WaitingRoom:
-    """Counts the waiting requests of a server. `admission`: corrects predictions by what was measured; those
-    for a tenant with rights by its own requests, as soon as there are enough."""
+    """Counts the waiting and running requests of a server. `admission`: corrects predictions by what was
+    measured; those for a tenant with rights by its own requests, as soon as there are enough.
+    `max_borrowing`: that of the engines."""
 
-    def __init__(self, max_requests: int, max_ttft_s: float | None = None) -> None:
+    def __init__(
+        self, max_requests: int, max_ttft_s: float | None = None, max_borrowing: float | None = None
+    ) -> None:
         self.admission: Final = Admission(max_ttft_s)
         self._admissions: dict[str, Admission] = {}
+        self._paces = Admission(None)  # corrects the time for each later token
+        self._max_borrowing = max_borrowing
+        self._is_bounding = max_borrowing is not None  # engines bound what a tenant runs beyond its share
+        self._places = DuePlaces(self._share)
+        self._num_running: Counter[str] = Counter()  # requests with a first token, by tenant
         self._max_requests = max_requests
         self._policies: Mapping[str, TenantPolicy] = {}
         self._lines: dict[str, dict[int, _Line]] = {}
@@ -75,6 +91,9 @@ class WaitingRoom:
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants."""
         self._policies = {each.name: each for each in policies}
+        self._is_bounding = self._max_borrowing is not None or any(
+            each.slo_tpt is not None for each in self._policies.values()
+        )
         self._admissions = {
             name: self._admissions.get(name) or Admission(self.admission.max_ttft_s)
             for name in self._policies
@@ -98,7 +117,9 @@ class WaitingRoom:
         return used + num_requests <= reserved or num_free >= for_others
 
     def limit_s(self, caller: Caller) -> Limit:
-        """Return how long a first token may take."""
+        """Return how long a first token may take. Lines of batches wait as long as they have to."""
+        if caller.priority >= BATCH_PRIORITY:
+            return Limit(None, is_slo=False)
         policy = self._policies.get(caller.tenant)
         slo_s = caller.slo_ttft_s
         if slo_s is None and policy is not None:
@@ -108,29 +129,94 @@ class WaitingRoom:
             return Limit(slo_s, is_slo=True)
         return Limit(most_s, is_slo=False)
 
+    def pace_s(self, caller: Caller) -> float | None:
+        """Return how long each token after the first may take; None for any time."""
+        if caller.priority >= BATCH_PRIORITY:
+            return None
+        if caller.slo_tpt_s is not None:
+            return caller.slo_tpt_s
+        policy = self._policies.get(caller.tenant)
+        return None if policy is None else policy.slo_tpt
+
+    def is_limited(self, caller: Caller) -> bool:
+        """Return whether a prediction decides on a request."""
+        return self.limit_s(caller).limit_s is not None or self.pace_s(caller) is not None
+
+    def observe(self, now_s: float) -> None:
+        """Record what tenants ask for now. Called before `before`."""
+        if self._is_bounding:
+            self._places.observe(self._num_by_tenant + self._num_running, now_s)
+
+    def _share(self, tenant: str) -> float:
+        policy = self._policies.get(tenant)
+        return 1.0 if policy is None else policy.share
+
+    def _due(self, tenant: str) -> float | None:
+        """Return how many requests a tenant is due to run; None if nothing bounds it."""
+        return self._places.due(tenant) if self._is_bounding else None
+
+    def _is_held(self, tenant: str) -> bool:
+        """Return whether a tenant has as many requests as it may run, so that others come first."""
+        due = None if self._max_borrowing is None else self._due(tenant)
+        return due is not None and self._num_running[tenant] >= due
+
     def before(self, caller: Caller, others: int = 0, other_tokens: int = 0, num_tokens: int = 1) -> Admitted:
         """Return all waiting requests, and the part of them that is served before one of `num_tokens`.
         `others`, `other_tokens`: requests of the same call, which are served before it."""
         ahead, total = float(other_tokens), self.num_tokens + other_tokens
-        policy = self._policies.get(caller.tenant)
-        rank, share = (0, 1.0) if policy is None else (policy.priority, policy.share)
         own = self._lines.get(caller.tenant, {})
-        ahead += sum(line.num_tokens for priority, line in own.items() if priority <= caller.priority)
-        turn = (ahead + num_tokens) / share
+        before = [line for priority, line in own.items() if priority <= caller.priority]
+        ahead += sum(line.num_tokens for line in before)
+        ahead += self._others_before(caller, (ahead + num_tokens) / self._share(caller.tenant))
+        due, bounded = self._due(caller.tenant), None
+        if due is not None:
+            num_before = self._num_running[caller.tenant] + others + sum(line.num_encoded for line in before)
+            bounded = Bounded(num_before, due, self._max_borrowing, self._paces_of_others(caller.tenant))
+        part = min(ahead / total, 1.0) if total else 1.0
+        return Admitted(self.num_encoded + others, total, part, bounded)
+
+    def _others_before(self, caller: Caller, turn: float) -> float:
+        """Return the tokens of other tenants that are served before a request. `turn`: the tokens of its own
+        tenant up to it, for its share."""
+        rank, is_live = self._rank(caller.tenant), caller.priority < BATCH_PRIORITY
+        is_held, ahead = self._is_held(caller.tenant), 0.0
         for tenant, lines in self._lines.items():
-            if tenant == caller.tenant:
+            their_rank = self._rank(tenant)
+            if tenant == caller.tenant or their_rank > rank:
                 continue
-            policy = self._policies.get(tenant)
-            their_rank, their_share = (0, 1.0) if policy is None else (policy.priority, policy.share)
-            theirs = sum(line.num_tokens for line in lines.values())
+            live = sum(line.num_tokens for each, line in lines.items() if each < BATCH_PRIORITY)
+            batch = sum(line.num_tokens for each, line in lines.items() if each >= BATCH_PRIORITY)
             if their_rank < rank:
+                ahead += live + batch
+                continue
+            if not is_live:
+                ahead += live
+            theirs = live if is_live else batch
+            if (is_theirs_held := self._is_held(tenant)) == is_held:
+                ahead += min(theirs, turn * self._share(tenant))
+            elif not is_theirs_held:
                 ahead += theirs
-            elif their_rank == rank:
-                ahead += min(theirs, turn * their_share)
-        return Admitted(self.num_encoded + others, total, min(ahead / total, 1.0) if total else 1.0)
+        return ahead
+
+    def _rank(self, tenant: str) -> int:
+        policy = self._policies.get(tenant)
+        return 0 if policy is None else policy.priority
+
+    def _paces_of_others(self, tenant: str) -> tuple[float, ...]:
+        """Return the objectives for the time per token of the other tenants that have running requests."""
+        found = {
+            policy.slo_tpt
+            for name, policy in self._policies.items()
+            if policy.slo_tpt is not None and name != tenant and self._num_running[name]
+        }
+        return tuple(sorted(found))
 
     def judge(self, predicted: Forecast, caller: Caller, waited_s: float = 0.0) -> Verdict | None:
-        """Decide on a request with this prediction; None if nothing limits its first token."""
+        """Decide on a request with this prediction; None if nothing limits it."""
+        pace_s = self.pace_s(caller)
+        if pace_s is not None and self._is_too_slow(predicted, caller, pace_s):
+            seconds = self._paces.correction * predicted.tpt_s
+            return Verdict(_PACE_RETRY_S, seconds, pace_s, is_slo=True, is_pace=True)
         limit_s, is_slo = self.limit_s(caller)
         if limit_s is None:
             return None
@@ -142,6 +228,14 @@ class WaitingRoom:
         if waited_s + predicted.ttft_s <= limit_s and self._is_first(caller.tenant):
             retry_after_s = None
         return Verdict(retry_after_s, ttft_s, limit_s, is_slo)
+
+    def _is_too_slow(self, predicted: Forecast, caller: Caller, pace_s: float) -> bool:
+        """Return whether a request would miss its objective for the time per token. That of a tenant with
+        nothing here is admitted unless it would without any correction: see `_is_first`."""
+        if not self._paces.is_too_slow(predicted, pace_s):
+            return False
+        waits = any(line.num_encoded for line in self._lines.get(caller.tenant, {}).values())
+        return waits or self._num_running[caller.tenant] > 0 or predicted.tpt_s > pace_s
 
     def _is_first(self, tenant: str) -> bool:
         """Return whether a tenant with rights has nothing waiting. Its next request is admitted unless it
@@ -158,7 +252,13 @@ class WaitingRoom:
         if caller.tenant in self._admissions:
             self._admissions[caller.tenant].observe(predicted.ttft_s, measured_s, limit_s)
 
-    # ---- who waits
+    def paced(self, predicted: Forecast, tpt_s: float, caller: Caller) -> None:
+        """Record the time for each later token of a request that was admitted with this prediction."""
+        pace_s = self.pace_s(caller)
+        if pace_s is not None:
+            self._paces.observe(predicted.tpt_s, tpt_s, pace_s)
+
+    # ---- who waits, and who runs
 
     def enter(self, caller: Caller, num_requests: int) -> None:
         """Count requests from now on."""
@@ -174,6 +274,17 @@ class WaitingRoom:
             self.num_tokens += num_tokens
             line.num_encoded += 1
             line.num_tokens += num_tokens
+
+    def began(self, caller: Caller, num_tokens: int | None) -> None:
+        """Record that a waiting request runs, as its first token came; `ended` must follow."""
+        self.leave(caller, num_tokens)
+        self._num_running[caller.tenant] += 1
+
+    def ended(self, caller: Caller) -> None:
+        """Record that a running request has ended."""
+        self._num_running[caller.tenant] -= 1
+        if self._num_running[caller.tenant] == 0:
+            del self._num_running[caller.tenant]
 
     def leave(self, caller: Caller, num_tokens: int | None) -> None:
         """Record that a request waits no longer. `num_tokens`: None if they were not known."""

@@ -126,6 +126,7 @@ def make_plan(
         prompt_tokens=demand.prompt_tokens,
         output_tokens=demand.output_tokens,
         objective=objective,
+        num_spare_gpus=0 if num_gpus is None else max(num_gpus - len(gpus), 0),
     )
 
 

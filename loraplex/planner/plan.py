@@ -45,7 +45,8 @@ class GpuPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A whole plan. `profile`, `packer`: names of what it was made with; `prompt_tokens`, `output_tokens`:
-    mean lengths of the requests that it was made for; `objective`: what each GPU has to attain."""
+    mean lengths of the requests that it was made for; `objective`: what each GPU has to attain;
+    `num_spare_gpus`: how many it has no need of, of a number of GPUs that was asked for."""
 
     gpus: tuple[GpuPlan, ...]
     profile: str
@@ -53,6 +54,7 @@ class Plan:
     prompt_tokens: float
     output_tokens: float
     objective: Objective = NO_LIMITS
+    num_spare_gpus: int = 0
 
 
 def whole_adapters(gpus: Iterable[GpuPlan]) -> tuple[AdapterDemand, ...]:

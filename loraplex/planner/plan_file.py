@@ -4,7 +4,8 @@
  "objective": {"ttft_s": 0.5, "itl_s": null},
  "gpus": [{"num_slots": 64, "adapters": [{"name": ..., "rank": 16, "rate_rps": 0.1}, ...]}, ...]}
 
-An adapter on several GPUs has copies, each with the part of its rate that its GPU gets.
+An adapter on several GPUs has copies, each with the part of its rate that its GPU gets. A plan for fewer GPUs
+than were asked for has "num_spare_gpus", too.
 Without an "objective" nobody may starve, and that is all.
 """
 
@@ -39,6 +40,7 @@ def write_plan(path: Path, plan: Plan) -> None:
         "prompt_tokens": plan.prompt_tokens,
         "output_tokens": plan.output_tokens,
         **({"objective": asdict(plan.objective)} if plan.objective.has_limits else {}),
+        **({"num_spare_gpus": plan.num_spare_gpus} if plan.num_spare_gpus else {}),
         "gpus": [asdict(gpu) for gpu in plan.gpus],
     }
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -75,6 +77,7 @@ def _plan_of(document: Mapping[str, Any]) -> Plan:
     if not gpus:
         raise ValueError("it has no GPUs")
     _check_copies(gpus)
+    spare = document.get("num_spare_gpus", 0)
     return Plan(
         gpus=gpus,
         profile=_text(document["profile"], "profile"),
@@ -82,6 +85,7 @@ def _plan_of(document: Mapping[str, Any]) -> Plan:
         prompt_tokens=_positive(document["prompt_tokens"], "prompt_tokens"),
         output_tokens=_positive(document["output_tokens"], "output_tokens"),
         objective=_objective_of(document.get("objective", {})),
+        num_spare_gpus=_whole(spare, "num_spare_gpus", _MAX_SLOTS) if spare != 0 else 0,
     )
 
 

@@ -8,7 +8,8 @@ A request is admitted, in the order of the queue, once
     its first chunk fits the step's budget
     there are KV blocks for its whole prompt, beside those promised to requests that run already
 
-No request overtakes one that found no memory.
+No request overtakes one that found no memory. Lines of batches that run give way to live requests that lack
+nothing but a place or memory.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Admission:
         queues: RequestQueues,
         pressure: MemoryPressure,
         swapping: Swapping | None,
+        borrowing: Borrowing,
     ) -> None:
         self._config = config
         self._memory = memory
@@ -59,7 +61,7 @@ class Admission:
         self._slots = queues.slots
         self._pressure = pressure
         self._swapping = swapping
-        self.borrowing: Borrowing | None = None
+        self._borrowing = borrowing
 
     def bring_in(self) -> None:
         """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
@@ -86,6 +88,28 @@ class Admission:
         """Return whether a waiting request could run, as far as its adapter and its tokens are concerned."""
         return self._pins.is_ready(sequence) and sequence.num_unknown == 0
 
+    def make_way(self) -> list[RequestState]:
+        """Preempt running lines of batches, the youngest first, for live requests that could run in their
+        places, or in their memory; return them. Called before a step is decided."""
+        if not any(each.is_line for each in self._running) or self._batcher.displaces:
+            return []
+        lines = [each for each in self._running if each.is_line]
+        self._waiting.arrange(max(self._config.prefetch_depth, self._config.max_running))
+        bounded: set[str] = set()
+        live = [
+            each
+            for each in self._waiting.ready(self._config.max_running)
+            if not each.is_line and self._may_admit(each) and not self._pins.is_arriving(each)
+            if self._slots.has_room_for(each.adapter) and not self._is_bounded(each, bounded)
+        ]
+        num_wanted = len(live) - max(self._config.max_running - len(self._running), 0)
+        if self._pins.short in live and self._pool.num_free_soon == 0:
+            num_wanted = max(num_wanted, 1)
+        victims = lines[::-1][: max(num_wanted, 0)]
+        for victim in victims:
+            self._queues.preempt(victim)
+        return victims
+
     def admit(self, chunks: list[Chunk], budget: float, preempted: list[RequestState]) -> None:
         """Admit waiting requests, and add their chunks. `preempted`: paused requests that had to give up
         their memory, where nothing else runs, are added here."""
@@ -96,6 +120,7 @@ class Admission:
         num_promised: int | None = None
         num_behind_copies = 0
         bounded: set[str] = set()  # tenants that may not run more
+        is_live_behind_copies = False
         for sequence in self._candidates():
             if budget < 1 or not self._has_place_for(sequence):
                 break
@@ -107,6 +132,8 @@ class Admission:
                 continue
             if not self._slots.has_room_for(sequence.adapter) or self._is_bounded(sequence, bounded):
                 continue
+            if sequence.is_line and is_live_behind_copies:
+                continue  # it would give way again when they have ended
             if num_promised is None:
                 num_promised = self._all_promised_blocks()
             if sequence in self._pins.returning:
@@ -115,6 +142,7 @@ class Admission:
                 if sequence in self._pins.returning:
                     num_promised += self._promised_blocks(sequence)
                     continue
+                is_live_behind_copies |= not sequence.is_line
                 num_behind_copies += 1
                 if num_behind_copies == _MAX_BEHIND_COPIES:
                     break
@@ -140,9 +168,9 @@ class Admission:
     def _is_bounded(self, sequence: RequestState, bounded: set[str]) -> bool:
         """Return whether the tenant of a request may not run more, and if so, add it to `bounded`."""
         tenant = sequence.request.tenant
-        if self.borrowing is None or tenant in bounded:
+        if not self._borrowing.is_bounded or tenant in bounded:
             return tenant in bounded
-        if self.borrowing.may_run(sequence, self._running):
+        if self._borrowing.may_run(sequence, self._running):
             return False
         bounded.add(tenant)
         return True
@@ -154,7 +182,7 @@ class Admission:
         ready = self._waiting.ready(self._config.max_running)
         if not self._batcher.displaces:  # nor does any request overtake another one
             return takewhile(lambda each: self._batcher.batch.allows(each.adapter), ready)
-        ready.sort(key=lambda each: each.arrival)
+        ready.sort(key=lambda each: each.turn)
         return self._batcher.batch.select(ready, len(ready))
 
     # ---- memory

@@ -4,6 +4,7 @@ While one tenant waits, with one priority and without objectives, it is the queu
 before each step, the first of all waiting requests are put in front of it, in this order:
 
     tenants of a lower `priority`, before all others
+     live requests, before lines of batches
       tenants that may run more (`borrowing`), before those that may not
        the tenant with the lowest counter (`fair_share`); each request put here raises it by its prompt
         its requests of a lower `priority`
@@ -119,17 +120,17 @@ class FairQueue(WaitingQueue):
         now_s, fair, costs = self._clock.now_s(), self._fair, self._fair.costs
         if self._num_with_slo:
             self._find_late(now_s)
-        tenants: list[tuple[int, bool, float, int, str, RequestState, Iterator[RequestState]]] = []
+        tenants: list[tuple[int, bool, bool, float, int, str, RequestState, Iterator[RequestState]]] = []
         for tenant in self._lines:
             requests = self._of_tenant(tenant, now_s)
             first = next(requests)
-            held = self.holds_back(first)
+            held, counter = self.holds_back(first), fair.counter(tenant)
             tenants.append(
-                (fair.rank(tenant), held, fair.counter(tenant), first.arrival, tenant, first, requests)
+                (fair.rank(tenant), first.is_line, held, counter, first.arrival, tenant, first, requests)
             )
         heapq.heapify(tenants)
         while tenants:
-            rank, held, counter, _, tenant, request, others = tenants[0]
+            rank, _, held, counter, _, tenant, request, others = tenants[0]
             yield request
             following = next(others, None)
             if following is None:
@@ -137,8 +138,10 @@ class FairQueue(WaitingQueue):
                 continue
             if request.num_charged == 0:
                 counter += costs.prompt(request.adapter, len(request.token_ids)) / fair.share(tenant)
-            entry = (rank, held, counter, following.arrival, tenant, following, others)
-            heapq.heapreplace(tenants, entry)
+            heapq.heapreplace(
+                tenants,
+                (rank, following.is_line, held, counter, following.arrival, tenant, following, others),
+            )
 
     def _of_tenant(self, tenant: str, now_s: float) -> Iterator[RequestState]:
         selected = self.selected

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from loraplex.core.request import EngineRequest
-from loraplex.core.tenants import NO_TENANT, TenantPolicy
+from loraplex.core.tenants import BATCH_PRIORITY, NO_TENANT, TenantPolicy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
@@ -121,6 +121,7 @@ class FairShare:
         self._counters: dict[str, float] = {}
         self._last_waited = NO_TENANT
         self._num_special = 0  # requests present that have a priority or an SLO
+        self._num_paced = 0  # requests present that have an objective for the time per token
 
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants; those without have a share of 1."""
@@ -136,11 +137,29 @@ class FairShare:
         return 0 if policy is None else policy.priority
 
     def slo_ttft_s(self, request: EngineRequest) -> float | None:
-        """Return the seconds within which a request should have its first token; None without a target."""
+        """Return the seconds within which a request should have its first token; None without a target, as
+        lines of batches are."""
+        if request.priority >= BATCH_PRIORITY:
+            return None
         if request.slo_ttft_s is not None:
             return request.slo_ttft_s
         policy = self._policies.get(request.tenant)
         return None if policy is None else policy.slo_ttft
+
+    def slo_tpt_s(self, request: EngineRequest) -> float | None:
+        """Return the seconds that each later token of a request should take at most; None without a
+        target, as lines of batches are."""
+        if request.priority >= BATCH_PRIORITY:
+            return None
+        if request.slo_tpt_s is not None:
+            return request.slo_tpt_s
+        policy = self._policies.get(request.tenant)
+        return None if policy is None else policy.slo_tpt
+
+    @property
+    def has_paces(self) -> bool:
+        """Return whether any request in the engine has an objective for the time per token."""
+        return self._num_paced > 0
 
     @property
     def has_many(self) -> bool:
@@ -170,6 +189,7 @@ class FairShare:
         """Record that a request arrives. `waiting`: the tenants that wait already."""
         tenant = request.request.tenant
         self._num_special += _is_special(request.request, request.slo_ttft_s)
+        self._num_paced += request.slo_tpt_s is not None
         if tenant in self._counters and (tenant in waiting or not self.has_many):
             return
         self._counters.setdefault(tenant, 0.0)
@@ -208,6 +228,7 @@ class FairShare:
     def ended(self, request: RequestState) -> None:
         """Record that a request has left the engine."""
         self._num_special -= _is_special(request.request, request.slo_ttft_s)
+        self._num_paced -= request.slo_tpt_s is not None
 
     def _charge(self, request: RequestState, cost: float) -> None:
         tenant = request.request.tenant

@@ -2,8 +2,8 @@
 
 From the last to the first:
 
-    1. tenants of a higher `priority` first
-    2. of these, the tenant that would still hold the most memory for its share without the request; so a
+    1. tenants of a higher `priority` first, and of these, lines of batches
+    2. of those left, the tenant that would still hold the most memory for its share without the request; so a
        tenant with a single request is not preempted for one with many, and two that hold as much as each
        other do not preempt each other in turns
     3. of its requests, one of a higher `priority`, else the youngest
@@ -28,10 +28,10 @@ def kept_first(running: Sequence[RequestState], fair: FairShare) -> list[Request
     for line in lines.values():
         line.sort(key=lambda each: each.request.priority)  # stable: the youngest of a priority comes last
 
-    def urgency(tenant: str) -> tuple[int, float, int]:
+    def urgency(tenant: str) -> tuple[int, bool, float, int]:
         last = lines[tenant][-1]
         left = (held[tenant] - len(last.block_ids)) / fair.share(tenant)
-        return fair.rank(tenant), left, places[id(last)]
+        return fair.rank(tenant), last.is_line, left, places[id(last)]
 
     victims: list[RequestState] = []
     while lines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from loraplex.core.request import EngineRequest
+from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.scheduling.plan import Chunk
 
 
@@ -23,8 +24,8 @@ class RequestState:
     waiting queue; smaller numbers run first. `arrival`: number of requests that arrived before. `arrived_s`:
     sum of the predicted seconds of all steps before its arrival; `delayed_s`: predicted seconds of steps that
     it was left out of. `queued_s`: time of its arrival, by the scheduler's clock; `slo_ttft_s`: seconds after
-    it until when its first token should come. `num_charged`: tokens that its
-    tenant was charged for (`fair_share`).
+    it until when its first token should come; `slo_tpt_s`: those that each later one should take.
+    `num_charged`: tokens that its tenant was charged for (`fair_share`).
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class RequestState:
         "queued_s",
         "request",
         "request_id",
+        "slo_tpt_s",
         "slo_ttft_s",
         "token_ids",
     )
@@ -72,7 +74,18 @@ class RequestState:
         self.delayed_s = 0.0
         self.queued_s = queued_s
         self.slo_ttft_s: float | None = None
+        self.slo_tpt_s: float | None = None
         self.num_charged = 0
+
+    @property
+    def is_line(self) -> bool:
+        """Return whether it is a line of a batch, which comes after all live requests."""
+        return self.request.priority >= BATCH_PRIORITY
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Its place among all requests, running or not, where batching policies displace running ones."""
+        return self.request.priority, self.arrival
 
     @property
     def num_tokens(self) -> int:

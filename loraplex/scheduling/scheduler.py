@@ -78,14 +78,18 @@ class Scheduler:
         self._waiting = self._queues.waiting
         self._running = self._queues.running
         self._pressure = MemoryPressure(memory, self.batcher, self._pins, self._queues, self._swapping)
+        self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, request_costs)
         self._admission = Admission(
-            config, memory, self.batcher, self.adapters, self._queues, self._pressure, self._swapping
+            config,
+            memory,
+            self.batcher,
+            self.adapters,
+            self._queues,
+            self._pressure,
+            self._swapping,
+            self._borrowing,
         )
-        self._borrowing: Borrowing | None = None
-        if config.max_borrowing is not None:
-            self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, request_costs)
-            self._admission.borrowing = self._borrowing
-            self._waiting.holds_back = self._holds_back
+        self._waiting.holds_back = self._holds_back
         self._under_way: deque[list[ChunkUnderWay]] = deque()
         self._is_stuck = False  # requests are paused, and nothing else runs or is on its way
         self._num_arrived = 0
@@ -113,7 +117,7 @@ class Scheduler:
     def queue(self, request: EngineRequest) -> None:
         """Queue a request that was accepted."""
         sequence = RequestState(request, self._num_arrived, self.batcher.now_s, self._clock.now_s())
-        sequence.slo_ttft_s = self.fair.slo_ttft_s(request)
+        sequence.slo_ttft_s, sequence.slo_tpt_s = self.fair.slo_ttft_s(request), self.fair.slo_tpt_s(request)
         self._num_arrived += 1
         self._queues.add(sequence)
 
@@ -191,6 +195,7 @@ class Scheduler:
         preempted: list[RequestState] = []
         num_running = len(self._running)
         self._share_out()
+        gave_way = self._admission.make_way()
         active = self._choose_batch()
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
@@ -205,7 +210,7 @@ class Scheduler:
         self._is_stuck = bool(self._queues.paused) and not chunks and not preempted and not self._under_way
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
-        return self._plan(chunks, preempted)
+        return self._plan(chunks, [*gave_way, *preempted])
 
     def _share_out(self) -> None:
         """Charge tenants for what they got so far, and put the running requests into the order in which they
@@ -214,7 +219,7 @@ class Scheduler:
         if not self.fair.is_shared:
             return
         self.fair.settle(self._running)
-        if self._borrowing is not None:
+        if self._borrowing.is_bounded:
             counts = Counter(each.request.tenant for each in self._running)
             counts.update(self._waiting.num_by_tenant)
             self._borrowing.observe(counts, self._clock.now_s())
@@ -224,7 +229,7 @@ class Scheduler:
 
     def _holds_back(self, sequence: RequestState) -> bool:
         """Return whether the tenant of a waiting request may not run more now."""
-        return self._borrowing is not None and not self._borrowing.may_run(sequence, self._running)
+        return self._borrowing.is_bounded and not self._borrowing.may_run(sequence, self._running)
 
     def _plan(self, chunks: list[Chunk], preempted: Iterable[RequestState] = ()) -> StepPlan:
         """Return the plan of a step with these chunks, and count them as computed."""

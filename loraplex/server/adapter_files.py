@@ -14,6 +14,7 @@ from loraplex.adapters.open_file import open_regular
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.remote import RemoteSource, local_path, neither, parse_remote
 from loraplex.adapters.rollout import VersionRef
+from loraplex.adapters.s3 import why_no_s3
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, AdapterFormatError, PathNotAllowedError
 from loraplex.core.hub import HubRepo
@@ -125,6 +126,8 @@ class AdapterFiles:
         remote = None if given is not None else parse_remote(path)
         path = given or path
         if remote is None:
+            if given is None and (why := why_no_s3(path)) is not None:
+                raise AdapterFormatError(why)
             folder = self._check_path(path)
             if _is_missing(folder):
                 raise AdapterFormatError(neither(self.allowed.explain_missing(path)))

@@ -18,6 +18,7 @@ from starlette.types import Scope
 from loraplex.core.clock import Clock
 from loraplex.core.errors import UserError
 from loraplex.core.logs import fields
+from loraplex.core.url_secrets import without_secrets
 from loraplex.server.request_log import RequestRecord, request_record, short_version, shorten
 
 logger = logging.getLogger("loraplex.audit")
@@ -110,7 +111,7 @@ def _write(record: RequestRecord, change: AdapterChange, error: BaseException | 
         adapter=None if change.name is None else shorten(change.name),
         old_version=short_version(change.old_version),
         new_version=short_version(change.new_version),
-        source=None if change.source is None else shorten(change.source),
+        source=None if change.source is None else shorten(without_secrets(change.source)),
         note=change.note,
     )
 
@@ -119,7 +120,9 @@ def _log(
     record: RequestRecord, what: str, error: BaseException | None, seconds: float, **about: str | int | None
 ) -> None:
     result = "done" if error is None else "refused" if isinstance(error, UserError) else "failed"
-    reason = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
+    reason = (
+        None if error is None else without_secrets(f"{type(error).__name__}: {error}")[:_MAX_REASON_CHARS]
+    )
     note = about.pop("note", None)
     logger.log(
         logging.WARNING if result == "failed" else logging.INFO,

@@ -147,8 +147,9 @@ class GenerationResponse(Response):
             if self._spending is not None:
                 is_refused = not counts_for_tenant(self._failure)
                 self._spending.close(is_complete=self._meter.is_complete, is_refused=is_refused)
+            tpt_s = self._meter.tpt_s
             self._meter.close()
-            self._ticket.close()
+            self._ticket.close(tpt_s)
             self._generation.lease.release()
 
     def _fail(self, error: Exception) -> None:

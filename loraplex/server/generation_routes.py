@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
-from loraplex.core.tenants import Caller
+from loraplex.core.tenants import BATCH_PRIORITY, Caller
 from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
@@ -309,10 +309,12 @@ async def _start_completion(
 def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
     """Return whose request it is, for decisions about who is served when not all can be, and about caches."""
     access = access_of(request.scope)
+    slo_ttft_s, slo_tpt_s = access.slos_of(lease.name)
     return Caller(
         tenant=access.tenant,
         priority=body.priority or 0,
-        slo_ttft_s=access.slo_ttft_s(lease.name),
+        slo_ttft_s=slo_ttft_s,
+        slo_tpt_s=slo_tpt_s,
         cache_salt=_salt(access.cache_salt, body.cache_salt),
     )
 
@@ -386,6 +388,7 @@ def _response(
 ) -> GenerationResponse:
     checked = generation.checked
     ticket.encoded(checked.prompts, checked.params.n)
+    is_line = generation.caller.priority >= BATCH_PRIORITY
     meter = deps.metrics.meter(
         adapter=generation.lease.name,
         is_canary=generation.lease.is_canary,
@@ -393,7 +396,7 @@ def _response(
         num_prompts=len(checked.prompts),
         num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
-        objective=access_of(request.scope).objective(generation.lease.name),
+        objective=None if is_line else access_of(request.scope).objective(generation.lease.name),
     )
     return GenerationResponse(
         text=deps.text,

@@ -276,6 +276,15 @@ class RequestMeter:
         """Return whether all choices have ended as they should. Not for a request that is closed."""
         return self.failure is None and self.finish_reasons.total() == self.num_choices
 
+    @property
+    def tpt_s(self) -> float | None:
+        """Seconds for each token after the first, of a complete answer that has any. Not for a request that
+        is closed."""
+        tokens_each = self._num_tokens / self.num_choices
+        if self.first_token_s is None or tokens_each <= 1 or not self.is_complete:
+            return None
+        return (self._metrics.clock.now_s() - self.first_token_s) / (tokens_each - 1)
+
     def fail(self, error: Exception) -> None:
         """Record the error that ends the request; not called if the client disconnected."""
         self.failure = Failure.of(error)
@@ -284,7 +293,7 @@ class RequestMeter:
         """End the request, whether it was answered, failed or was cancelled. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, tpt_s = True, self.tpt_s
         num_unfinished = self.num_choices - self.finish_reasons.total()
         if num_unfinished:
             reason = FinishReason.CANCELLED if self.failure is None else self.failure.finish_reason
@@ -306,9 +315,8 @@ class RequestMeter:
         if self._num_tokens > 1:
             tokens_after_first = self._num_tokens - 1
             self._metrics.per_output_token.observe((now_s - self.first_token_s) / tokens_after_first)
-        tokens_each = self._num_tokens / self.num_choices
-        if self._objective is not None and tokens_each > 1:
-            self._objective.later_tokens((now_s - self.first_token_s) / (tokens_each - 1))
+        if self._objective is not None and tpt_s is not None:
+            self._objective.later_tokens(tpt_s)
 
     def _on_first_batch(self, now_s: float) -> None:
         metrics = self._metrics

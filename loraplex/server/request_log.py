@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from loraplex.server.traces import RequestTrace, Traces
 
 logger = logging.getLogger("loraplex.request")
+_server_logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 VERSION_HEADER: Final = b"x-loraplex-adapter-version"
@@ -134,7 +135,10 @@ class RequestLogMiddleware:
             raise
         except Exception as error:
             record.fail(error)
-            raise
+            if not exchange.complete:
+                raise  # uvicorn logs it and closes the connection, which tells the client
+            # Raised again, it would also end a connection on which the client may send its next request.
+            _server_logger.exception("%s %s: internal error", record.method, record.path)
         finally:
             _end(record, exchange, self._clock.now_s() - record.arrival_s, self._traces)
 

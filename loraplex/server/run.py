@@ -539,6 +539,11 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
 
 
+def demo_state_dir() -> Path:
+    """Return the demo's state folder: its own, so that a demo changes nothing that other servers serve."""
+    return default_state_dir() / "demo"
+
+
 def _model_identity(model: str) -> str:
     """Return a folder's full path, so that the registry does not depend on the current directory; a
     repository unchanged."""

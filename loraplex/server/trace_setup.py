@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import OptionError, UserError
+from loraplex.core.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from loraplex.server.traces import Traces
@@ -45,9 +46,10 @@ def parse_endpoint(text: str) -> str:
     except ValueError:
         is_http, port = False, None
     if not is_http or url.query or url.fragment:
-        raise OptionError(f"{text!r} is no URL of a collector; write http://collector:4318")
+        raise OptionError(f"{without_secrets(text)!r} is no URL of a collector; write http://collector:4318")
     if port == _GRPC_PORT:
         raise OptionError(
-            f"{text!r} is the port of OTLP over gRPC; traces are sent over HTTP, usually to 4318"
+            f"{without_secrets(text)!r} is the port of OTLP over gRPC; traces are sent over HTTP, usually to "
+            "4318"
         )
     return text

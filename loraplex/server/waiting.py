@@ -32,11 +32,12 @@ _MAX_RETRY_AFTER_S: Final = 60
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitingLimits:
     """Limits on waiting requests. `max_ttft_s`: longest predicted time to first token in seconds; None for no
-    limit."""
+    limit. `max_borrowing`: that of the engines, which predictions depend on."""
 
     max_requests: int = 4096
     max_tokens: int = 4 * 2**20
     max_ttft_s: float | None = None
+    max_borrowing: float | None = None
 
 
 class Refused(StrEnum):
@@ -64,7 +65,7 @@ class WaitingBook:
         self._limits = limits
         self._clock = clock
         self._forecaster = forecaster
-        self.room = WaitingRoom(limits.max_requests, limits.max_ttft_s)
+        self.room = WaitingRoom(limits.max_requests, limits.max_ttft_s, limits.max_borrowing)
         self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)  # on the clock of `_waited_s`
         self._idle_since_s: float | None = clock.now_s()  # None while any request waits
         self._idle_s = 0.0  # total, up to `_idle_since_s`
@@ -138,7 +139,10 @@ class WaitingBook:
     def leave(self, caller: Caller, num_tokens: int | None, *, started: bool) -> None:
         """Record that one request waits no longer. `started`: its first token came. `num_tokens`: of its
         prompt; None if it was not encoded."""
-        self.room.leave(caller, num_tokens)
+        if started:
+            self.room.began(caller, num_tokens)
+        else:
+            self.room.leave(caller, num_tokens)
         if started:
             self._starts_s.append(self._waited_s())
         if self.num_requests == 0:
@@ -185,9 +189,10 @@ class WaitingBook:
     ) -> Forecast | None:
         """Predict the first token of the last of these requests of a call. Raises QueueFullError if it would
         come too late."""
-        if self._forecaster is None or self.room.limit_s(caller).limit_s is None:
+        if self._forecaster is None or not self.room.is_limited(caller):
             return None
         *others, last = lens
+        self.room.observe(self._clock.now_s())
         admitted = self.room.before(caller, len(others), sum(others), last)
         predicted = self._forecaster.forecast(adapter, last, admitted)
         verdict = None if predicted is None else self.room.judge(predicted, caller, waited_s)
@@ -198,9 +203,12 @@ class WaitingBook:
         limit = f"its objective is {verdict.limit_s:g} s"
         if not verdict.is_slo:
             limit = f"at most {verdict.limit_s:g} s are allowed here (--max-ttft)"
+        what = (
+            "each token after the first would take" if verdict.is_pace else "the first token would come after"
+        )
         raise QueueFullError(
-            f"the server has too much to do: the first token would come after about {verdict.ttft_s:.2g} s, "
-            f"and {limit}; try again in {seconds} s",
+            f"the server has too much to do: {what} about {verdict.seconds:.2g} s, and {limit}; try again in "
+            f"{seconds} s",
             kind="requests",
             retry_after_s=seconds,
         )
@@ -208,6 +216,13 @@ class WaitingBook:
     def came(self, predicted: Forecast, predicted_at_s: float, caller: Caller) -> None:
         """Record that the first token came for a request with this prediction, made at `predicted_at_s`."""
         self.room.came(predicted, self._clock.now_s() - predicted_at_s, caller)
+
+    def ended(self, caller: Caller, predicted: Forecast | None, tpt_s: float | None) -> None:
+        """Record that a request which had started has ended. `tpt_s`: seconds for each token of its answer
+        after the first; None if that says nothing."""
+        self.room.ended(caller)
+        if predicted is not None and tpt_s is not None:
+            self.room.paced(predicted, tpt_s, caller)
 
     def now_s(self) -> float:
         return self._clock.now_s()
@@ -263,6 +278,7 @@ class WaitingTicket:
         self._num_tokens: dict[int, int | None] = dict.fromkeys(range(num_requests))
         # Set for calls with a single choice, since the prediction is about one first token.
         self._predicted: tuple[Forecast, float] | None = None
+        self._num_running = 0
 
     def encoded(self, prompts: Sequence[Sequence[int]], num_siblings: int) -> None:
         """Count the tokens of the prompts, `num_siblings` times each; raises as `WaitingBook.admit` does."""
@@ -283,6 +299,7 @@ class WaitingTicket:
         """Record that a choice has its first token. May be called for each of its tokens."""
         if choice in self._num_tokens:
             self._book.leave(self._caller, self._num_tokens.pop(choice), started=True)
+            self._num_running += 1
             if self._predicted is not None:
                 self._book.came(*self._predicted, self._caller)
 
@@ -291,11 +308,14 @@ class WaitingTicket:
         """Return whether any choice waits for its first token."""
         return bool(self._num_tokens)
 
-    def close(self) -> None:
-        """Record that the call is over, however it ended. Idempotent."""
+    def close(self, tpt_s: float | None = None) -> None:
+        """Record that the call is over, however it ended. Idempotent. `tpt_s`: see `WaitingBook.ended`."""
         for num_tokens in self._num_tokens.values():
             self._book.leave(self._caller, num_tokens, started=False)
         self._num_tokens.clear()
+        for _ in range(self._num_running):
+            self._book.ended(self._caller, None if self._predicted is None else self._predicted[0], tpt_s)
+        self._num_running = 0
 
 
 def _nothing() -> None:

@@ -230,7 +230,7 @@ class SimulatedFleet:
                 served = not (outcome.failed or outcome.lost)
                 controller.ended(number, outcome.request.output_tokens if served else None)
                 if self._front is not None:
-                    self._front.ended(number)
+                    self._front.ended(number, at_s, is_whole=served)
             else:
                 controller.first_token(number)
                 if self._front is not None:

@@ -144,7 +144,7 @@ class FleetRuns:
         if not replay.limits_waiting or not isinstance(self._profile, CostModel):
             return None
         assert self._profile.memory is not None, "engines were made by it"
-        room = WaitingRoom(replay.max_waiting, replay.max_ttft_s)
+        room = WaitingRoom(replay.max_waiting, replay.max_ttft_s, replay.max_borrowing)
         room.set_policies(replay.tenants)
         return Front(room, step_tokens=self._profile.memory.step_tokens)
 

@@ -13,11 +13,12 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 
 class _Admitted(NamedTuple):
-    """A request without a first token yet."""
+    """A request that has not ended. `began_s`: when its first token came; None until then."""
 
     caller: Caller
     request: WorkloadRequest
     predicted: Forecast
+    began_s: float | None = None
 
 
 class Front:
@@ -27,13 +28,14 @@ class Front:
         """`step_tokens`: most tokens that a step prefills and decodes."""
         self._room = room
         self._step_tokens = step_tokens
-        self._waiting: dict[int, _Admitted] = {}
+        self._admitted: dict[int, _Admitted] = {}
 
     def admits(self, number: int, request: WorkloadRequest, controller: Controller) -> bool:
         """Return whether a request that arrives now is admitted; if so, it waits from now on."""
         caller, room = Caller(tenant=request.tenant), self._room
         if not room.has_place_for(request.tenant, 1):
             return False
+        room.observe(request.arrival_s)
         routed = controller.request_of(request.adapter, request.prompt_tokens)
         predicted = forecast(
             routed,
@@ -47,22 +49,28 @@ class Front:
             return False
         room.enter(caller, 1)
         room.encoded(caller, [request.prompt_tokens])
-        self._waiting[number] = _Admitted(caller, request, predicted)
+        self._admitted[number] = _Admitted(caller, request, predicted)
         return True
 
     def began(self, number: int, at_s: float) -> None:
         """Record that a request has its first token."""
-        self._leave(number, at_s)
-
-    def ended(self, number: int) -> None:
-        """Record that a request ended, with or without a first token."""
-        self._leave(number, None)
-
-    def _leave(self, number: int, first_token_s: float | None) -> None:
-        waiting = self._waiting.pop(number, None)
-        if waiting is None:
+        admitted = self._admitted.get(number)
+        if admitted is None or admitted.began_s is not None:  # again, after it was moved
             return
-        caller, request, predicted = waiting
-        self._room.leave(caller, request.prompt_tokens)
-        if first_token_s is not None:
-            self._room.came(predicted, first_token_s - request.arrival_s, caller)
+        caller, request, predicted, _ = admitted
+        self._admitted[number] = admitted._replace(began_s=at_s)
+        self._room.began(caller, request.prompt_tokens)
+        self._room.came(predicted, at_s - request.arrival_s, caller)
+
+    def ended(self, number: int, at_s: float, *, is_whole: bool) -> None:
+        """Record that a request ended, with or without a first token. `is_whole`: with a whole answer."""
+        admitted = self._admitted.pop(number, None)
+        if admitted is None:
+            return
+        caller, request, predicted, began_s = admitted
+        if began_s is None:
+            self._room.leave(caller, request.prompt_tokens)
+            return
+        self._room.ended(caller)
+        if is_whole and request.output_tokens > 1:
+            self._room.paced(predicted, (at_s - began_s) / (request.output_tokens - 1), caller)

@@ -99,6 +99,7 @@ class QuickScheduler(TwinScheduler):
         preempted: list[RequestState] = []
         num_running = len(self._running)
         self._share_out()
+        gave_way = self._admission.make_way()
         step, budget = self._step_of_running(self._choose_batch(), preempted)
         self._admission.bring_in()
         if not preempted:
@@ -107,7 +108,7 @@ class QuickScheduler(TwinScheduler):
         self._is_stuck = bool(self._queues.paused) and not step and not preempted and not self._sampling
         all_decode = not preempted and len(self._running) == num_running == len(step)
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
-        return self._plan_of(step, preempted)
+        return self._plan_of(step, [*gave_way, *preempted])
 
     def land(self, plan: StepPlan) -> Landing:
         self._memory.step_landed()

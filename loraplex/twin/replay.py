@@ -102,16 +102,28 @@ _ON_A_GPU: Final = (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
 def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:
     """Raise an error that names the request if no twin could run the workload."""
+    knows_tenants = options.batching.knows_tenants
     for number, request in enumerate(workload, start=1):
         if request.adapter >= max(options.num_adapters, 1):  # without adapters, all are for the base model
             raise UserError(
                 f"request {number} of the workload is on adapter {request.adapter}; there are "
                 f"{options.num_adapters}, counted from 0; give more --adapters"
             )
+        if request.tenant and not knows_tenants:
+            raise UserError(
+                f"request {number} of the workload is of tenant {request.tenant!r}, and --batching "
+                f"{options.batching} knows no tenants; choose fcfs, grouped or auto, or make a workload "
+                "without --tenants"
+            )
 
 
 def check_options(profile: Profile, options: ReplayOptions) -> None:
     """Raise UserError for an option that has no effect on this kind of engine."""
+    if not options.batching.knows_tenants and (options.tenants or options.max_borrowing is not None):
+        raise UserError(
+            f"--batching {options.batching} knows no tenants; leave --tenant and --max-borrowing out, or "
+            "choose fcfs, grouped or auto"
+        )
     if isinstance(profile, CostModel):
         if options.num_slots is not None:
             raise UserError("the profile is of an engine without slots; leave --slots out")

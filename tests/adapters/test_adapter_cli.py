@@ -166,12 +166,12 @@ def test_a_value_that_cannot_be_written_as_json_is_described() -> None:
         deep = deep.pop()
 
 
-def test_check_with_an_unknown_model_is_a_usage_error(
+def test_check_with_an_unknown_model_is_no_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(typer.Exit) as caught:
         run_check(tmp_path, "nothing", as_json=False, load_shape=load_shape)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 1
     assert "there is no model nothing" in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_check_with_an_unknown_model_is_a_usage_error(
     [
         ("", 0, "Servable: "),
         (CONFIG_FILE, 1, "not that of a whole model"),
-        ("all", 2, "no such repository"),
+        ("all", 1, "no such repository"),
     ],
 )
 def test_check_fetches_an_adapter_of_the_hub(
@@ -207,9 +207,9 @@ def test_check_fetches_an_adapter_of_the_hub(
     assert "Traceback" not in done.stderr
 
 
-def test_check_without_model_or_folder_is_a_usage_error(tmp_path: Path) -> None:
+def test_check_without_model_is_a_usage_error_and_without_folder_an_error(tmp_path: Path) -> None:
     assert run("check", str(tmp_path)).exit_code == 2
-    assert run("check", str(tmp_path / "none"), "--model", "base").exit_code == 2
+    assert run("check", str(tmp_path / "none"), "--model", "base").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -338,6 +338,13 @@ def test_list_explains_a_server_that_does_not_answer_well(status: int, body: byt
         result = run("list", "--base-url", url)
     assert result.exit_code == 1
     assert message in result.stderr
+
+
+def test_versions_of_a_misspelt_adapter_name_similar_ones() -> None:
+    rows = [{"name": "sql"}, {"name": "poet"}]
+    with serving(200, json.dumps({"data": rows}).encode()) as (url, _):
+        result = run("versions", "sqll", "--base-url", url)
+    assert "there is no adapter 'sqll'; did you mean sql?" in str(result.exception)
 
 
 def test_list_explains_how_to_start_a_server() -> None:

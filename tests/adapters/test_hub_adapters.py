@@ -12,11 +12,12 @@ import pytest
 from adapter_factory import SHAPE, write_adapter
 from fake_hub import FakeHub, fake_hub
 
+from loraplex.adapters.least_rate import bytes_below
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.remote import AllowedSources, locate_adapter
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import HubError, PathNotAllowedError
-from loraplex.core.hub import HubRepo, fetch_snapshot, parse_hub_repo
+from loraplex.core.hub import HubRepo, cache_folder, fetch_snapshot, parse_hub_repo
 
 
 @pytest.fixture
@@ -43,6 +44,17 @@ def test_only_the_two_files_are_fetched_once_and_pinned_to_their_commit(hub: Fak
     assert sorted(hub.fetched) == [("org/pirate", CONFIG_FILE), ("org/pirate", WEIGHTS_FILE)]
     assert hub.fetch("org/pirate") == {"folder": str(folder)}
     assert len(hub.fetched) == 2
+
+
+def test_the_bytes_of_a_repository_in_the_cache_are_counted(
+    hub: FakeHub, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("org/pirate", adapter)
+    hub.fetch("org/pirate")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.home / "hub"))
+    num_bytes = sum((adapter / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE))
+    assert bytes_below(cache_folder(HubRepo(repo_id="org/pirate"))) >= num_bytes
+    assert bytes_below(cache_folder(HubRepo(repo_id="org/other"))) == 0
 
 
 def test_a_revision_is_a_branch_or_a_commit(hub: FakeHub, adapter: Path) -> None:

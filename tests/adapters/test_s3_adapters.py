@@ -6,9 +6,12 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from botocore.exceptions import ReadTimeoutError
 from botocore.session import Session
 from moto.server import ThreadedMotoServer
 
-from loraplex.adapters import s3
+from loraplex.adapters import least_rate, s3
 from loraplex.adapters.peft_config import MAX_CONFIG_BYTES
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.remote import AllowedSources, local_path, locate_adapter, resolve_adapter
@@ -350,6 +353,66 @@ def test_a_store_that_is_not_there_or_never_answers(monkeypatch: pytest.MonkeyPa
             fetch_s3(PIRATE)
 
 
+class _Dripping(BaseHTTPRequestHandler):
+    """A store that sends the first bytes of an object, and the others when `goes_on` is set."""
+
+    goes_on: threading.Event
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("ETag", '"e"')
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(b"x" * 10)
+        self.wfile.flush()
+        self.goes_on.wait(60)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_store_that_sends_next_to_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Dripping.goes_on = threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Dripping)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setattr(least_rate, "_LEAST_S", 0.1)
+    try:
+        with pytest.raises(
+            AdapterFetchError, match=r"s3://models/loras/pirate .* bytes have arrived in 0 s;"
+        ):
+            resolve_adapter(str(PIRATE))
+    finally:
+        _Dripping.goes_on.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_bytes_that_arrive_buy_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(least_rate, "_LEAST_S", 0.01)
+    monkeypatch.setattr(least_rate, "_LEAST_BYTES_PER_S", 1e-3)
+    (tmp_path / "part").write_bytes(b"x")
+    looked_again = threading.Event()
+
+    def fetch() -> Path:
+        assert looked_again.wait(60)
+        return tmp_path
+
+    def kept_bytes() -> int:
+        num_bytes = least_rate.bytes_below(tmp_path)
+        if num_bytes > 1:
+            looked_again.set()
+        (tmp_path / "part").write_bytes(b"more")
+        return num_bytes
+
+    assert least_rate.fetch_at_least_rate("place", fetch, kept_bytes) == tmp_path
+
+
 def test_a_full_disk(bucket: Bucket, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket.put(adapter)
     usage = shutil.disk_usage("/")
@@ -383,8 +446,37 @@ def test_what_killed_processes_left_is_removed(bucket: Bucket, adapter: Path) ->
 )  # fmt: skip
 def test_odd_urls_are_no_sources(text: str) -> None:
     assert parse_s3(text) is None
-    with pytest.raises(AdapterError, match="s3://bucket/prefix"):
+    with pytest.raises(AdapterError, match="write one like s3://my-bucket/adapters/sql") as caught:
         locate_adapter(text)
+    assert "password" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("s3:bucket/x", "two slashes"),
+        ("s3:/bucket/x", "two slashes"),
+        ("S3://bucket/x", "small letters"),
+        ("s3://", "names no bucket"),
+        ("s3:///x", "names no bucket"),
+        ("s3://My_Bucket/x", "a bucket's name has"),
+        ("s3://bucket/x/..", "the part . or .."),
+        ("s3://bucket/x//y", "two slashes one after the other"),
+        ("s3://bucket/a b", "its path has ' ' in it"),
+        ("s3://bucket/x?X-Amz-Signature=1", "parameters behind ?"),
+        ("s3://bucket/x#latest", "no revision"),
+        ("s3://me:secret@bucket/x", "logins are not part of it"),
+        ("s3://bucket/" + "x" * 2000, "more than 900 bytes"),
+    ],
+)
+def test_an_odd_url_is_told_what_is_wrong_with_it(text: str, words: str) -> None:
+    with pytest.raises(AdapterError, match=re.escape(words)):
+        locate_adapter(text)
+
+
+def test_the_whole_of_a_bucket_may_be_an_adapter() -> None:
+    assert parse_s3("s3://bucket") == parse_s3("s3://bucket/") == S3Folder(bucket="bucket", prefix="")
 
 
 def test_requests_fetch_only_what_a_pattern_opens() -> None:

@@ -25,7 +25,8 @@ class FakeServer:
     num_open: int = 0
     models: list[dict[str, Any]] = field(
         default_factory=lambda: [
-            {"id": "lora-a", "object": "model", "parent": "the-base"},
+            *({"id": name, "object": "model", "parent": "the-base"} for name in ("lora-a", "a", "b", "c")),
+            {"id": "refuse", "object": "model", "parent": "the-base"},
             {"id": "the-base", "object": "model"},
         ]
     )

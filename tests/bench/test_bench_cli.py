@@ -94,6 +94,14 @@ def test_a_failed_warm_up_ends_the_run(fake: FakeServer) -> None:
     assert len(fake.bodies) == 2
 
 
+def test_adapters_that_are_not_there_end_the_run_before_its_first_request(fake: FakeServer) -> None:
+    fake.models = [{"id": "the-base"}, {"id": "refused", "parent": "the-base"}]
+    code, text = bench("--base-url", fake.base_url, *CLOSED, "--adapters", "refused,unlisted,refuse")
+    assert code == 1
+    assert "there is no adapter 'refuse'; did you mean refused? (HTTP 404: no such model)" in text
+    assert [body["model"] for body in fake.bodies] == ["unlisted", "refuse"]
+
+
 def test_no_server_exits_1() -> None:
     code, text = bench("--base-url", "http://127.0.0.1:9", *CLOSED)
     assert code == 1

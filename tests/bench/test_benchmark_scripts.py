@@ -31,6 +31,7 @@ from benchmarks import (
     gpu_tables,
     make_tables,
     shared_cpu,
+    structured_output,
     table_steps,
     waiting_queue,
 )
@@ -367,6 +368,17 @@ def test_a_long_queue_is_measured_beside_a_short_one(monkeypatch: pytest.MonkeyP
     assert list(steps["schedule_ms"]) == ["0", "10", "40"]
     assert list(cancels["cancel_us"]) == ["10", "40"]
     assert steps["ratio"] > 0 < cancels["ratio"]
+
+
+def test_the_answers_of_structured_output_are_followed(tmp_path: Path) -> None:
+    vocabulary = structured_output.Vocabulary(2048)
+    vocabulary.write(tmp_path / "tokenizer.json")
+    ours = structured_output.OfLlguidance(vocabulary, tmp_path)
+    for kind, text, answer in structured_output.CASES.values():
+        ids = vocabulary.ids(answer)
+        assert b"".join(vocabulary.tokens[each] for each in ids) == answer.encode()
+        measured = structured_output._one_round(ours, kind, text, ids)
+        assert min(measured.values()) >= 0 < measured["mask_us"]
 
 
 def test_steps_are_measured_with_the_tables_that_a_context_needs() -> None:

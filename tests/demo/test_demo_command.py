@@ -96,4 +96,4 @@ def test_the_demo_shows_lines_that_answer_and_ends_on_ctrl_c(tmp_path: Path) -> 
         assert "Traceback" not in said + rest
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/models")
-    assert list(tmp_path.iterdir()) == [], "the demo wrote where servers remember their adapters"
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"], "the state of other servers is not touched"

@@ -280,7 +280,7 @@ def test_a_config_that_changed_after_registration_is_not_served_by_the_old_one(
     assert "changed on disk" in str(done.error)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_files_with_the_same_content_are_the_same_version(base, tmp_path: Path, num_shards: int) -> None:
     """Those that were put back after they were gone, and those that were only touched."""
     save_adapter(tmp_path / "a", base[1], rank=4, seed=9)

@@ -35,6 +35,9 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+MANY_RULES = "start: " + " | ".join(f"r{i}" for i in range(2500))
+MANY_RULES += "".join(f'\nr{i}: "a{i}"' for i in range(2500))
+COPRIME = json.dumps({"type": "integer", "allOf": [{"multipleOf": number} for number in (9973, 9967)]})
 LISTED = r"\d{2}(, \d{2}){1,3}"
 WANTED = {
     "json": StructuredOutput(OutputKind.JSON, json.dumps(SCHEMA)),
@@ -189,7 +192,14 @@ def test_what_only_the_engine_can_refuse_ends_the_request(engine: Engine) -> Non
         (OutputKind.JSON, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         (OutputKind.JSON, "[]", "object schema"),
         (OutputKind.JSON, "nope", "correct the JSON schema"),
-        (OutputKind.JSON, '{"type":"array","items":' * 2000 + "{}" + "}" * 2000, "recursion"),
+        (
+            OutputKind.JSON,
+            '{"type":"array","items":' * 2000 + "{}" + "}" * 2000,
+            "the JSON schema is nested too",
+        ),
+        (OutputKind.REGEX, "(" * 300 + "a" + ")" * 300, "is nested too deeply; use fewer levels"),
+        (OutputKind.GRAMMAR, "start: " + "(" * 300 + '"a"' + ")" * 300, "the grammar is nested too deeply"),
+        (OutputKind.GRAMMAR, "root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "is nested too deeply"),
         (OutputKind.REGEX, "a(", "correct the regular expression"),
         (OutputKind.REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
         (OutputKind.REGEX, "abc\\", "a backslash that escapes nothing"),
@@ -212,6 +222,12 @@ def test_what_no_answer_can_follow_is_refused(llm: LLM, kind: OutputKind, text: 
         (OutputKind.REGEX, "a{100000}", "too much work"),
         (OutputKind.REGEX, "(((((x{50}){50}){50}){50}){50})", "too much work"),
         (OutputKind.GRAMMAR, 'start: "a"{100000}', "too much work"),
+        (OutputKind.GRAMMAR, "start: X\nX: /.*a.{30}/ & /.*b.{30}/ & /.*c.{30}/", "too much work"),
+        (OutputKind.GRAMMAR, MANY_RULES, "the grammar has too many rules, alternatives or optional"),
+        (OutputKind.JSON, '{"type": "integer", "multipleOf": 9999991}', "multipleOf takes too much work"),
+        (OutputKind.JSON, '{"type": "number", "multiple\\u004ff": 0.09999991}', "multipleOf takes too much"),
+        (OutputKind.JSON, COPRIME, "multipleOf takes too much work"),
+        (OutputKind.GRAMMAR, 'start: %json {"type": "integer", "multipleOf": 9999991}', "multipleOf takes"),
         (OutputKind.JSON, '{"$ref": "#"}', "no text follows it"),
         (OutputKind.REGEX, r"[^\s\S]", "no text follows it"),
         (OutputKind.GRAMMAR, "start: start", "no text follows it"),

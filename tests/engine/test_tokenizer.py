@@ -76,9 +76,17 @@ def test_template_options_reach_the_template() -> None:
     assert tiny_tokenizer().render_chat([USER], template_options={"shout": True}).endswith("HEY ")
 
 
-@pytest.mark.parametrize("name", ["tokenize", "messages", "chat_template", "tools"])
-def test_options_of_the_rendering_call_itself_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenize", "messages", "chat_template", "tools", "self", "conversations"),
+        *("eos_token", "raise_exception", "range"),
+    ],
+)
+def test_options_that_belong_to_the_server_or_the_model_are_refused(name: str) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=f"may not hold '{name}', which the server or the model sets"
+    ):
         tiny_tokenizer().render_chat([USER], template_options={name: "x"})
 
 

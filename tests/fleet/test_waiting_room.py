@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fleet_views import fleet_of, request_of
+from fleet_views import COSTS, fleet_of, request_of
 
-from loraplex.core.tenants import NOBODY, Caller, TenantPolicy
-from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.core.tenants import BATCH_PRIORITY, NOBODY, Caller, TenantPolicy
+from loraplex.fleet.admission import Admitted, Bounded, Forecast
 from loraplex.fleet.first_token import forecast
+from loraplex.fleet.load import ReplicaLimits
 from loraplex.fleet.waiting_room import WaitingRoom
 
 BUSY = Forecast(ttft_s=5.0, alone_s=1.0, is_idle=False)
@@ -81,12 +82,12 @@ def test_predictions_are_corrected_by_the_tenants_own_requests() -> None:
     late, right = room.judge(BUSY, A), room.judge(BUSY, B)
     assert late is not None
     assert right is not None
-    assert (late.ttft_s, right.ttft_s) == (pytest.approx(10.0), pytest.approx(5.0))
+    assert (late.seconds, right.seconds) == (pytest.approx(10.0), pytest.approx(5.0))
     assert right.retry_after_s is None
     room.set_policies(POLICIES)  # which keeps what was learned
     again = room.judge(BUSY, Caller(tenant="a", slo_ttft_s=8.0))
     assert again is not None
-    assert again.ttft_s == pytest.approx(10.0)
+    assert again.seconds == pytest.approx(10.0)
 
 
 def test_a_tenant_with_nothing_waiting_is_not_refused_for_what_was_once_slow() -> None:
@@ -152,3 +153,110 @@ def test_less_is_predicted_for_whoever_is_served_before_others() -> None:
         for part in (0.0, 0.5, 1.0)
     ]
     assert times[0] < times[1] < times[2]
+
+
+def test_lines_of_batches_are_before_no_live_request() -> None:
+    lines = Caller(tenant="b", priority=BATCH_PRIORITY)
+    room = room_of((lines, 10, 100), (A, 10, 100))
+    assert room.before(A, num_tokens=100).part_before == pytest.approx(0.5)
+    assert room.before(Caller(tenant="new"), num_tokens=100).part_before == pytest.approx(0.05)
+    assert room.before(Caller(tenant="a", priority=BATCH_PRIORITY), num_tokens=9000).part_before == 1.0
+
+
+def test_lines_of_batches_have_no_objectives() -> None:
+    room = WaitingRoom(100, 2.0)
+    room.set_policies([TenantPolicy(name="a", slo_ttft=1.0, slo_tpt=0.01)])
+    assert not room.is_limited(Caller(tenant="a", priority=BATCH_PRIORITY, slo_ttft_s=0.1, slo_tpt_s=0.1))
+
+
+# ---- tenants that may borrow only so much
+
+
+def bounded_room(bound: float | None, *policies: TenantPolicy) -> WaitingRoom:
+    """Return a room in which `many` asks for far more than `one`, and runs as much as it is due."""
+    room = WaitingRoom(1000, max_borrowing=bound)
+    room.set_policies(policies)
+    for tenant, num_running, num_waiting in (("many", 5, 40), ("one", 5, 0)):
+        caller = Caller(tenant=tenant)
+        room.enter(caller, num_running + num_waiting)
+        room.encoded(caller, [10] * (num_running + num_waiting))
+        for _ in range(num_running):
+            room.began(caller, 10)
+    room.observe(1000.0)
+    return room
+
+
+def test_a_bounded_tenant_waits_for_its_own_requests_and_for_all_of_the_others() -> None:
+    room = bounded_room(0.0)
+    many, one = Caller(tenant="many"), Caller(tenant="one")
+    assert room.before(many).bounded == Bounded(45, 5.0, 0.0)
+    assert room.before(one).bounded is None
+    assert room.before(one, num_tokens=1000).part_before == 0.0
+    room.enter(one, 4)
+    room.encoded(one, [10] * 4)
+    assert room.before(many, num_tokens=1).part_before == 1.0
+    for _ in range(5):
+        room.ended(one)
+    for _ in range(4):
+        room.leave(one, 10)
+    room.observe(3000.0)
+    assert room.before(many).bounded is None, "nobody else uses the engine"
+    assert bounded_room(None).before(many).bounded is None
+
+
+def test_an_objective_of_others_for_the_time_per_token_bounds_too() -> None:
+    found = bounded_room(None, TenantPolicy(name="one", slo_tpt=0.02)).before(Caller(tenant="many")).bounded
+    assert found == Bounded(45, 5.0, None, (0.02,))
+
+
+def test_a_tenant_at_its_bound_is_predicted_to_wait_for_a_place() -> None:
+    limits = [ReplicaLimits(max_running=64, kv_tokens=1 << 20)]
+    fleet, request = fleet_of(1, limits=limits, costs=COSTS["steps"]), request_of(None, 50)
+    for number in range(40):
+        fleet.send(request_of(None, 100), 0, is_running=number < 10)
+
+    def ttft_s(bounded: Bounded | None) -> float:
+        admitted = Admitted(part_before=0.0, bounded=bounded)
+        return forecast(request, fleet.view, 0, admitted=admitted, step_tokens=64).ttft_s
+
+    free_s = ttft_s(None)
+    assert ttft_s(Bounded(3, 5.0, 0.0)) == free_s
+    waits_s = [ttft_s(Bounded(num_before, 5.0, 0.0)) for num_before in (8, 16, 32)]
+    assert free_s < waits_s[0] < waits_s[1] < waits_s[2]
+    assert ttft_s(Bounded(32, 5.0, 100.0)) < waits_s[2], "a wide bound lets it run more"
+    assert ttft_s(Bounded(32, 5.0, None)) == free_s
+    pace_s = forecast(request, fleet.view, 0, admitted=Admitted(), step_tokens=64).tpt_s
+    assert ttft_s(Bounded(32, 5.0, None, (pace_s / 2,))) >= free_s
+
+
+# ---- objectives for the time per token
+
+
+def test_who_would_be_too_slow_is_refused_whatever_its_first_token() -> None:
+    room = WaitingRoom(100)
+    room.set_policies([TenantPolicy(name="a", slo_tpt=0.05), TenantPolicy(name="b")])
+    slow = Forecast(ttft_s=0.1, alone_s=0.1, is_idle=False, tpt_s=0.06)
+    found = room.judge(slow, A)
+    assert found is not None
+    assert (found.retry_after_s, found.seconds, found.limit_s, found.is_pace) == (1.0, 0.06, 0.05, True)
+    assert room.judge(slow, B) is None
+    assert room.judge(slow._replace(tpt_s=0.04), A) is None
+    assert room.judge(slow._replace(is_idle=True), A) is None
+    assert room.judge(slow, Caller(tenant="a", slo_tpt_s=0.07)) is None
+    assert room.is_limited(A)
+    assert not room.is_limited(B)
+
+
+def test_predicted_times_per_token_are_corrected_and_that_is_unlearned() -> None:
+    room = WaitingRoom(100)
+    room.set_policies([TenantPolicy(name="a", slo_tpt=0.05)])
+    fast = Forecast(ttft_s=0.1, alone_s=0.1, is_idle=False, tpt_s=0.03)
+    for _ in range(9):
+        room.paced(fast, 0.06, A)  # prompts of others come between
+    assert room.judge(fast, A) is None, "of a tenant that has nothing here, one is tried"
+    room.enter(A, 1)
+    assert room.judge(fast, A) is None, "that one itself"
+    room.encoded(A, [5])
+    found = room.judge(fast, A)
+    assert found is not None
+    assert found.seconds == pytest.approx(0.06)

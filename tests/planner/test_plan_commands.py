@@ -72,6 +72,9 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     checked = plan("check", out, "--seeds", "7", "--seconds", "120")
     assert checked.exit_code == 0, checked.output
     assert "0 of 1" in checked.output
+    refused = plan("check", out, "--seconds", "inf")
+    assert refused.exit_code == 2
+    assert "inf is not a finite number" in words_of(refused)
 
 
 @pytest.mark.slow
@@ -131,16 +134,6 @@ def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> N
     checked = plan("check", out, "--seeds", "1", "--seconds", "60")
     assert checked.exit_code == 1
     assert "above 1 ms; plan with more --gpus" in words_of(checked)
-
-
-def test_a_check_of_endless_seconds_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    adapters = table(tmp_path, 4, 0.1)
-    made = make("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "random", "--out", out)
-    assert made.exit_code == 0, made.output
-    refused = plan("check", out, "--seconds", "inf")
-    assert refused.exit_code == 2
-    assert "inf is not a finite number" in words_of(refused)
 
 
 def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
@@ -254,6 +247,26 @@ def test_an_adapter_larger_than_a_gpu_is_named(tmp_path: Path) -> None:
         )
         assert refused.exit_code == 1
         assert "adapter 'a1' (rank 512) is larger than a GPU has memory for" in words_of(refused)
+
+
+def test_a_plan_for_fewer_gpus_than_there_are_says_so_when_it_is_made_and_shown(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    asked = (
+        "--profile",
+        SLOTS,
+        "--adapters",
+        table(tmp_path, 2, 0.05),
+        *LENGTHS,
+        "--gpus",
+        "3",
+        "--out",
+        out,
+    )
+    made = make(*asked, "--packer", "max-base", "--no-compare")
+    assert made.exit_code == 0, words_of(made)
+    for said in (made, plan("show", out)):
+        assert "1 of the 3 GPUs will do, and the plan has nothing for the other 2" in words_of(said)
+        assert "`loraplex fleet scale 1`" in words_of(said)
 
 
 def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from loraplex.scheduling.fair_share import FairShare, RequestCosts
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.scheduler import Scheduler
+from loraplex.scheduling.step_features import decode_features
 from loraplex.scheduling.work import StepWork
 
 SHAPE = ModelShape(
@@ -54,7 +55,7 @@ def sequences(**counts: int) -> list[RequestState]:
     return [RequestState(request_of(tenant)) for tenant, count in counts.items() for _ in range(count)]
 
 
-def borrowing_of(bound: float = 0.0, costs: DriftWatch | None = None, **means: int) -> Borrowing:
+def borrowing_of(bound: float | None = 0.0, costs: DriftWatch | None = None, **means: int) -> Borrowing:
     memory = SeparateMemory(num_blocks=100, block_size=4, adapter_bytes=0)
     fair = FairShare(RequestCosts(None, memory.table.known_bytes))
     fair.set_policies([TenantPolicy(name="big", share=3.0)])
@@ -88,17 +89,17 @@ def test_what_a_tenant_is_due_grows_with_its_share() -> None:
 
 def test_many_tenants_are_not_counted_again_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = borrowing_of()
-    made.observe(Counter({f"t{number}": 1 for number in range(200)} | {"many": 900}), 2000.0)
     asked: list[str] = []
 
     def share(tenant: str) -> float:
         asked.append(tenant)
         return 1.0
 
-    monkeypatch.setattr(made._fair, "share", share)
+    monkeypatch.setattr(made._places, "_share", share)
+    made.observe(Counter({f"t{number}": 1 for number in range(200)} | {"many": 900}), 2000.0)
     for number in range(200):
         assert made.may_run(RequestState(request_of(f"t{number}")), ())
-    assert len(asked) == 200
+    assert len(asked) == 201
 
 
 def test_alone_it_runs_all_it_has() -> None:
@@ -112,6 +113,30 @@ def test_more_runs_as_long_as_steps_stay_within_the_bound() -> None:
     with_some = borrowing_of(10.0, COSTS, many=100, one=5)
     assert not without_any.may_run(asked, running)
     assert with_some.may_run(asked, running)
+
+
+@pytest.mark.parametrize(("part", "may"), [(0.5, True), (1.01, False), (10.0, True)])
+def test_nobody_borrows_what_makes_others_miss_their_time_per_token(part: float, may: bool) -> None:
+    running, asked = sequences(many=9, one=5), RequestState(request_of("many"))
+    num_bytes, step_s = (lambda version: 0), COSTS.model.step_s
+    # With what it is due, five requests, and no more.
+    due_s = step_s(decode_features(running[4:], num_bytes))
+    for each in running[9:]:
+        each.slo_tpt_s = part * due_s  # half: missed anyway
+    made = borrowing_of(None, COSTS, many=100, one=5)
+    assert made.may_run(asked, running) is may
+    assert made.may_run(asked, running[:9]), "nobody has an objective"
+
+
+def test_who_is_refused_what_it_asks_for_stays_bounded_until_it_asks_for_its_share() -> None:
+    made = borrowing_of(many=100, one=5)
+    asked, running = RequestState(request_of("many")), sequences(many=5)
+    made.observe(Counter(many=8, one=5), 2000.0)
+    assert not made.may_run(asked, running)
+    made.observe(Counter(many=5, one=5), 3000.0)
+    assert made.may_run(asked, running)
+    made.observe(Counter(many=8, one=5), 4000.0)
+    assert made.may_run(asked, running), "a burst"
 
 
 def test_who_is_bounded_waits_behind_the_others_and_starves_nobody() -> None:

@@ -17,7 +17,7 @@ from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
-from loraplex.core.tenants import TenantPolicy
+from loraplex.core.tenants import BATCH_PRIORITY, TenantPolicy
 from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.drift import DriftWatch
@@ -341,6 +341,62 @@ def test_two_tenants_with_one_request_each_do_not_preempt_each_other_in_turns() 
         bench.add(tenant, prompt=12, output=20)
     bench.run()
     assert len(set(bench.preempted)) == 1
+
+
+# ---- lines of batches
+
+
+def test_lines_of_batches_come_after_the_live_requests_of_every_tenant() -> None:
+    bench = Bench(max_running=1)
+    bench.add("other")
+    line = bench.add("few", priority=BATCH_PRIORITY)
+    live = [bench.add("many") for _ in range(4)]
+    bench.run()
+    assert bench.begun_in(line, *live)[-1] == line
+
+
+def test_a_line_that_runs_gives_its_place_to_a_live_request_and_goes_on_later() -> None:
+    bench = Bench(max_running=2)
+    lines = [bench.add("a", output=20, priority=BATCH_PRIORITY) for _ in range(2)]
+    bench.step()
+    bench.step()
+    live = bench.add("b", output=3)
+    bench.step()
+    assert bench.preempted == [lines[1]], "the youngest, and no more than there are live requests"
+    assert live in bench.begun
+    bench.run()
+    assert bench.ended == [live, *lines]
+
+
+def test_a_line_gives_its_memory_to_a_live_request() -> None:
+    bench = Bench(max_running=8, num_blocks=9)
+    lines = [bench.add("a", prompt=16, output=4, priority=BATCH_PRIORITY) for _ in range(2)]
+    bench.step()
+    live = bench.add("b", prompt=16, output=4)
+    while live not in bench.ended:
+        bench.step()
+    assert not set(bench.ended) & {lines[1]}
+    bench.run()
+    assert sorted(bench.ended) == sorted([live, *lines])
+
+
+def test_a_live_request_takes_no_place_from_a_live_one_of_a_higher_priority() -> None:
+    bench = Bench(max_running=1)
+    bench.add("a", output=20, priority=5)
+    bench.step()
+    bench.add("a", output=2)
+    bench.run()
+    assert not bench.preempted
+
+
+@pytest.mark.parametrize("batching", [Batching.MERGED, Batching.DYNAMIC])
+def test_policies_that_displace_requests_displace_those_of_a_higher_priority(batching: Batching) -> None:
+    bench = Bench(max_running=1, batching=batching)
+    line = bench.add(output=20, priority=BATCH_PRIORITY)
+    bench.step()
+    live = bench.add(output=2)
+    bench.run()
+    assert bench.ended == [live, line]
 
 
 # ---- the promises

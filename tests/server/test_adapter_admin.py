@@ -386,7 +386,6 @@ def test_a_relative_path_is_looked_for_in_the_open_folders_and_the_working_direc
         response = load(api, "new", path)
         assert response.status_code == status
         message = response.json()["error"]["message"]
-        assert message.startswith(
-            f"there is no folder {path} in {tmp_path / 'adapters'}, and none in {tmp_path} "
-        )
+        assert message.startswith(f"there is no folder {path} in {tmp_path / 'adapters'}, and none in the ")
+        assert f"{tmp_path} " not in message
         assert "give an absolute path" in message

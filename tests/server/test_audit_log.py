@@ -99,6 +99,9 @@ def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path:
     closed = load("other", str(tmp_path))
     assert (closed["message"], closed["result"]) == ("adapter load refused", "refused")
     assert closed["reason"].startswith("PathNotAllowedError")
+    signed = load("other", "https://me:secret@store/it?signature=secret")
+    assert signed["source"] == "https://****@store/it?signature=****"
+    assert "secret" not in signed["reason"]
     api.post("/v1/unload_lora_adapter", {"lora_name": "sql"}, headers=headers)
     unloaded = audit.take()
     assert (unloaded["message"], unloaded["old_version"]) == ("adapter unload", reloaded["new_version"])

@@ -18,7 +18,7 @@ from server_fixtures import USER, Served, live
 from server_process import wait_until
 from serving_fakes import Script, says
 
-from loraplex.server.batches.input_lines import BATCH_PRIORITY
+from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.server.batches.objects import ENDED, BatchStatus
 from loraplex.server.batches.store import BatchLimits
 from loraplex.server.waiting import WaitingLimits

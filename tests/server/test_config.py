@@ -186,6 +186,7 @@ def test_secrets_are_masked_wherever_they_are_from(write: Any) -> None:
         [fleet.serve]
         api-key = ["hidden-1", "hidden-2"]
         backend = ["http://user:hidden-3@gpu-1:8000", "http://hidden-8@gpu-2:8000", "http://gpu-3:8000/a@b"]
+        adapter = ["sql=https://me:hidden-9@host/x?token=hidden-10&hidden-11#sig=hidden-12", "a=s3://b/c#00"]
     """)
     args = ("fleet", "serve", "--config", config, "--backend-key", "hidden-4")
     env = {"LORAPLEX_BACKEND_ADMIN_KEY": "hidden-5", "LORAPLEX_ADMIN_KEY": "hidden-6 hidden-7"}
@@ -196,6 +197,7 @@ def test_secrets_are_masked_wherever_they_are_from(write: Any) -> None:
         "http://****@gpu-2:8000",
         "http://gpu-3:8000/a@b",
     ]
+    assert rows["--adapter"][0] == ["sql=https://****@host/x?token=****&****#sig=****", "a=s3://b/c#00"]
     assert rows["--backend-key"] == ("****", "flag")
     assert rows["--backend-admin-key"] == ("****", "environment LORAPLEX_BACKEND_ADMIN_KEY")
     assert rows["--admin-key"] == (["****", "****"], "environment LORAPLEX_ADMIN_KEY")

@@ -207,6 +207,41 @@ def test_eleven_megabytes_are_refused_and_the_server_goes_on(make_served: Served
             assert client.completions.create(model="base", prompt="x").choices[0].text == TEXT
 
 
+def test_a_bug_ends_its_request_and_not_the_connection(
+    make_served: ServedFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError
+
+    served = make_served()
+    request = request_bytes("/v1/completions", {"model": "base", "prompt": "x"})
+    with live(served) as url, connect(url) as connection:
+        with monkeypatch.context() as patched:
+            patched.setattr(served.deps.adapters, "lease", broken)
+            connection.sendall(request)
+            assert read_response(connection)[0] == 500
+        connection.sendall(request)
+        assert read_response(connection)[0] == 200
+    assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
+
+
+def test_a_bug_before_the_body_was_read_keeps_the_connection(
+    make_served: ServedFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError
+
+    served = make_served()
+    request = request_bytes("/v1/completions", {"model": "base", "prompt": "x", "user": "y" * 1000})
+    with live(served) as url, connect(url) as connection:
+        with monkeypatch.context() as patched:
+            patched.setattr(served.deps.bodies, "read", broken)
+            connection.sendall(request[:-500])
+            assert read_response(connection)[0] == 500
+        connection.sendall(request[-500:] + request)
+        assert read_response(connection)[0] == 200
+
+
 def test_a_client_that_does_not_read_holds_up_nobody(make_served: ServedFactory) -> None:
     # 64 choices with 20 logprobs a token: megabytes, more than the buffers of an unread connection hold.
     served = make_served(says(TEXT * 9, tokens_per_output=1))

@@ -191,6 +191,52 @@ def test_seconds_must_be_a_time(command: list[str], option: str, given: str, lea
     assert f"give seconds {least}" in done.output
 
 
+# ---- the time for each later token
+
+
+class SlowSteps(Queue):
+    """Predicts ten milliseconds a token for each request that runs."""
+
+    def __init__(self) -> None:
+        super().__init__(before_s=0.1)
+        self.num_running = 0
+
+    def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+        return Forecast(0.1, 0.1, is_idle=False, tpt_s=0.01 * (self.num_running + 1))
+
+
+def test_a_request_that_would_be_too_slow_is_refused_in_words() -> None:
+    queue = SlowSteps()
+    book = WaitingBook(WaitingLimits(), ManualClock(), queue)
+    book.set_tenants([TenantPolicy(name="acme", slo_tpt=0.025)])
+    acme = Caller(tenant="acme")
+    for queue.num_running in (0, 1):
+        book.admit(1, caller=acme).encoded([[1] * 5], 1)
+    queue.num_running = 2
+    with pytest.raises(QueueFullError, match=r"each token after the first .* 0.03 s.* objective is 0.025 s"):
+        book.admit(1, caller=acme)
+    assert book.num_refused_of("acme")[Refused.SLO] == 1
+    book.admit(1).encoded([[1] * 5], 1)  # of nobody, who has no objective
+
+
+def test_what_answers_took_corrects_the_next_predictions() -> None:
+    queue = SlowSteps()
+    book = WaitingBook(WaitingLimits(), ManualClock(), queue)
+    book.set_tenants([TenantPolicy(name="acme", slo_tpt=0.025)])
+    acme = Caller(tenant="acme")
+    for _ in range(10):
+        ticket = book.admit(1, caller=acme)
+        ticket.encoded([[1] * 5], 1)
+        ticket.started(0)
+        ticket.close(tpt_s=0.03)  # three times what was predicted
+    running = book.admit(1, caller=acme)
+    running.encoded([[1] * 5], 1)  # nothing else of it is here
+    with pytest.raises(QueueFullError, match=r"about 0\.03 s"):
+        book.admit(1, caller=acme)
+    running.close()
+    book.admit(1, caller=acme)
+
+
 # ---- fleets
 
 

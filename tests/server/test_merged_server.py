@@ -155,9 +155,8 @@ def shared_files(pids: list[int]) -> set[str]:
     return {each for each in found if each.startswith("/dev/shm/")}
 
 
-@pytest.mark.parametrize(
-    "more", [(), pytest.param(("--tensor-parallel", "2"), marks=pytest.mark.slow)], ids=["", "two-processes"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--tensor-parallel", "2")], ids=["", "two-processes"])
 def test_a_server_killed_while_it_merges_serves_the_same_after_a_start(
     folder: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

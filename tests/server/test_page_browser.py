@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from page_servers import HOSTILE, PageEngine, page_server
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from server_fixtures import Served, live, write_adapter
+
+from loraplex.server.page import adapter_changes
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 NUM_MORE: Final = 1000
@@ -30,6 +33,14 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looks_at_once() -> Iterator[None]:
+    """Servers look for changes whenever a page asks, not once a second at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_changes, "_MIN_INTERVAL_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +74,19 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     contexts = []
     problems: list[str] = []
 
-    def visit(url: str, *, width: int = 1280, height: int = 800, view: str = "chat", **options: Any) -> Page:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+    def visit(
+        url: str,
+        *,
+        width: int = 1280,
+        height: int = 800,
+        view: str = "chat",
+        keys: tuple[str, str] = ("", ""),
+    ) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
         contexts.append(context)
+        if any(keys):
+            kept = json.dumps(json.dumps(dict(zip(("api", "admin"), keys, strict=True))))
+            context.add_init_script(f"sessionStorage['loraplex.keys'] ??= {kept}")
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -90,14 +111,18 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     assert not problems
 
 
-def with_keys(visit: Callable[..., Page], small: Small, **options: Any) -> Page:
+def with_keys(
+    visit: Callable[..., Page], small: Small, *, admin: str = ADMIN_KEY, view: str = "chat"
+) -> Page:
     """Open the page as one whose tab has the keys."""
-    page = visit(small.url, **options)
-    page.locator("#api-key").fill(API_KEY)
-    page.locator("#admin-key").fill(ADMIN_KEY)
-    page.keyboard.press("Enter")
+    page = visit(small.url, keys=(API_KEY, admin), view=view)
     expect(page.locator("#state")).to_have_text("ready")
     return page
+
+
+def ask_now(page: Page) -> None:
+    """Have the page ask the server at once, as it does when its tab is shown again."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def test_two_adapters_stream_side_by_side(visit: Callable[..., Page], small: Small) -> None:
@@ -131,6 +156,7 @@ def test_errors_are_shown_where_they_belong(visit: Callable[..., Page], small: S
     page.context.set_offline(True)
     expect(page.locator("#banner")).to_contain_text("does not answer")
     page.context.set_offline(False)
+    ask_now(page)
     expect(page.locator("#banner")).to_be_hidden()
 
 
@@ -140,7 +166,11 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(visit: Callable[..., Page],
     page.locator("#api-key").fill("another")
     page.keyboard.press("Enter")
     expect(page.locator("#keys-why")).to_contain_text("does not accept")
+    page.keyboard.press("Escape")
+    expect(page.locator("#banner")).to_contain_text("“Keys” takes one")
+    page.locator("#keys-button").click()
     page.locator("#api-key").fill(API_KEY)
+    ask_now(page)  # what is typed meanwhile stays
     page.keyboard.press("Enter")
     expect(page.locator("#state")).to_have_text("ready")
     assert API_KEY in page.evaluate("JSON.stringify(sessionStorage)")
@@ -164,9 +194,11 @@ def test_the_map_changes_as_adapters_come_move_and_go(visit: Callable[..., Page]
     version = small.served.service.version_of("sql")
     assert version is not None
     small.engine.move(version, "device", num_loads=1)
+    ask_now(page)
     expect(chips.nth(2)).to_have_attribute("data-tier", "device")
     expect(events).to_contain_text("loaded to device")
     small.engine.move(version, "host")
+    ask_now(page)
     expect(chips.nth(2)).to_have_attribute("data-tier", "host")
     expect(events).to_contain_text("evicted to host memory")
     chips.nth(2).click()
@@ -223,26 +255,87 @@ def test_a_thousand_adapters_are_scrolled_searched_and_opened_by_keyboard(
     expect(page.locator("#grid-none")).to_contain_text("“nobody”")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_fits_a_phone_in_both_colour_schemes(
-    visit: Callable[..., Page], large: str, scheme: str
-) -> None:
-    page = visit(large, width=390, color_scheme=scheme)
+def test_every_view_fits_a_phone_in_both_colour_schemes(visit: Callable[..., Page], large: str) -> None:
+    page = visit(large, width=390)
     expect(page.locator("#state")).to_have_text("ready")
-    for view in VIEWS:
-        page.locator(f"#tab-{view}").click()
-        expect(page.locator(f"#{view}")).to_be_visible()
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
-    page.locator("#tab-chat").click()
-    page.locator("#settings summary").click()
-    box = page.locator(".settings-box").bounding_box()
-    assert box is not None
-    assert box["x"] >= 0
-    assert box["x"] + box["width"] <= 390
-    page.locator("#settings summary").click()
-    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    lightness = sum(int(part) for part in colour[4:-1].split(",")) / 3
-    assert (lightness < 80) is (scheme == "dark")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for view in VIEWS:
+            page.locator(f"#tab-{view}").click()
+            expect(page.locator(f"#{view}")).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        lightness = sum(int(part) for part in colour[4:-1].split(",")) / 3
+        assert (lightness < 80) is (scheme == "dark")
     charts = page.locator("#charts svg")
     expect(charts).to_have_count(4)
     assert "Queue over the last five minutes" in (charts.nth(3).get_attribute("aria-label") or "")
+    page.locator("#tab-chat").click()
+    page.locator("#settings summary").click()
+    box, prompt = page.locator(".settings-box").bounding_box(), page.locator("#prompt").bounding_box()
+    assert box is not None
+    assert prompt is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390
+    assert box["y"] + box["height"] <= prompt["y"], "the prompt can be read beside its settings"
+
+
+def test_settings_close_and_the_focus_goes_on_when_a_prompt_is_sent(
+    visit: Callable[..., Page], small: Small
+) -> None:
+    page = with_keys(visit, small)
+    box, summary = page.locator(".settings-box"), page.locator("#settings summary")
+    summary.click()
+    page.locator("#prompt").fill("Say it.")
+    expect(box).to_be_visible()
+    page.locator("#max-tokens").press("Enter")
+    expect(box).to_be_hidden()
+    expect(page.locator("#prompt")).to_be_focused()
+    expect(page.locator(".answer").nth(1)).to_have_text(HOSTILE)
+    summary.click()
+    page.locator("#seed").press("Escape")
+    expect(box).to_be_hidden()
+    expect(summary).to_be_focused()
+    summary.click()
+    page.locator("#model").click()
+    expect(box).to_be_hidden()
+    # A button that goes away leaves its focus to the next.
+    small.engine.gate.clear()
+    page.locator("#prompt").fill("Say it.")
+    page.locator("#send").press("Enter")
+    expect(page.locator("#stop")).to_be_focused()
+    small.engine.gate.set()
+    expect(page.locator("#send")).to_be_focused()
+    page.locator(".column .icon").nth(0).press("Enter")
+    expect(page.locator(".model-input")).to_be_focused()
+
+
+def test_dialogs_keep_the_focus_and_give_it_back(visit: Callable[..., Page], small: Small) -> None:
+    page = with_keys(visit, small, admin="", view="adapters")
+    expect(page.locator(".chip")).to_have_text(["pirate", "poet"])
+    page.locator("#load-button").press("Enter")
+    expect(page.locator("#load-name")).to_be_focused()
+    for key, focused in (
+        ("Shift+Tab", "#load-submit"),
+        ("Tab", "#load-name"),
+        ("Tab", "#load-path"),
+        ("Tab", "#load-dialog [data-close]"),
+        ("Tab", "#load-submit"),
+    ):
+        page.keyboard.press(key)
+        expect(page.locator(focused)).to_be_focused()
+    page.locator("#load-name").fill("sql")
+    page.locator("#load-path").fill(str(small.folder / "nothing"))
+    page.locator("#load-submit").press("Enter")
+    expect(page.locator("#admin-key")).to_be_focused()  # over the other dialog, which is left as it was
+    page.keyboard.press("Escape")
+    expect(page.locator("#load-submit")).to_be_focused()
+    expect(page.locator("#load-problem")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#load-button")).to_be_focused()
+    # What had the focus may be gone: the adapter's square, here.
+    page.locator(".chip").nth(1).press("Enter")
+    expect(page.locator("#detail-title")).to_have_text("poet")
+    page.locator(".chip").nth(1).evaluate("chip => chip.remove()")
+    page.keyboard.press("Escape")
+    expect(page.locator("#tab-adapters")).to_be_focused()

@@ -185,12 +185,7 @@ def test_a_bug_has_a_line_and_its_answer_an_id(
 
     monkeypatch.setattr(api.served.deps.adapters, "lease", broken)
 
-    async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(api.served.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.post("/v1/chat/completions", json=CHAT)
-
-    response = api.run(call())
+    response = api.post("/v1/chat/completions", CHAT)
     line = lines.take()
     assert (line["level"], line["message"], line["status"]) == ("WARNING", "failed", 500)
     assert line["error"] == "ZeroDivisionError"

@@ -53,7 +53,8 @@ def test_a_template_makes_the_prompt_and_cannot_stop_the_server(trusting: Api) -
     ):
         status, message = ask(trusting, refused)
         assert (status, reason in message) == (400, True), message
-    assert ask(trusting, "x", chat_template_kwargs={"tools": []})[0] == 400
+    status, message = ask(trusting, "x", chat_template_kwargs={"conversations": []})
+    assert (status, "may not hold 'conversations'" in message) == (400, True), message
     assert ask(trusting, template, chat_template_kwargs=kwargs) == (200, "<|im_end|>hiyou!"), "after a kill"
 
 

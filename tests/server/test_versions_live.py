@@ -182,7 +182,7 @@ def test_the_life_of_a_name(folder: Path, tmp_path: Path) -> None:
         assert "unknown" not in server.do("versions")
         server.do("unload", "bot")
         assert "is not loaded" in server.refuses("promote", "bot")
-        assert "serves no adapter 'bot'" in server.refuses("versions", "bot")
+        assert "there is no adapter 'bot'; there are" in server.refuses("versions", "bot")
 
 
 @pytest.mark.slow

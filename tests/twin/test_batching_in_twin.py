@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from twin_commands import twin
-from twins import own_twin, random_workload
+from twins import imagined_machine, own_twin, random_workload
 from typer import BadParameter
 
-from loraplex.cli.serve_options import parse_max_ttft
+from loraplex.cli.serve_options import parse_max_ttft, refuse_tenants_with
 from loraplex.core.batching import Batching, DelayBound
+from loraplex.core.errors import UserError
+from loraplex.core.tenants import TenantPolicy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
-from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.twin.replay import ReplayOptions, check_options, check_workload, replay
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 BOUND = DelayBound()
@@ -130,3 +133,25 @@ def test_first_tokens_are_bounded_only_where_they_can_be_predicted(batching: Bat
     else:
         assert parse_max_ttft(2.0, batching) == 2.0
     assert parse_max_ttft(None, batching) is None
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_tenants_are_refused_with_policies_that_know_none(batching: Batching) -> None:
+    workload = [replace(each, tenant="acme") for each in random_workload(1, num_requests=3)]
+    of_tenants = ReplayOptions(num_adapters=8, batching=batching, tenants=(TenantPolicy(name="acme"),))
+    borrowing = replace(of_tenants, tenants=(), max_borrowing=0.1)
+    if batching not in (Batching.MERGED, Batching.DYNAMIC):
+        refuse_tenants_with(batching, Path("tenants.toml"), 0.1)
+        check_workload(workload, of_tenants)
+        for options in (of_tenants, borrowing):
+            check_options(imagined_machine(), options)
+        return
+    for given in ((Path("tenants.toml"), None), (None, 0.1)):
+        with pytest.raises(BadParameter, match=r"knows no tenants, .*choose fcfs, grouped or auto"):
+            refuse_tenants_with(batching, *given)
+    refuse_tenants_with(batching, None, None)
+    with pytest.raises(UserError, match="request 1 of the workload is of tenant 'acme'"):
+        check_workload(workload, of_tenants)
+    for options in (of_tenants, borrowing):
+        with pytest.raises(UserError, match="leave --tenant and --max-borrowing out"):
+            check_options(imagined_machine(), options)

@@ -103,9 +103,9 @@ NINE_OF_TEN = ("--attainment", "0.9")
 @pytest.mark.parametrize(
     ("policy", "options", "share"),
     [
-        ("most-idle", (), "99.0%"),
+        pytest.param("most-idle", (), "99.0%", marks=pytest.mark.slow),
         ("most-idle", ("--seconds", "1", *NINE_OF_TEN), "90.0%"),
-        ("random+everywhere+migrate", NINE_OF_TEN, "90.0%"),
+        pytest.param("random+everywhere+migrate", NINE_OF_TEN, "90.0%", marks=pytest.mark.slow),
         ("random+everywhere+migrate", ("--seconds", "1", *NINE_OF_TEN), "90.0%"),
     ],
 )

@@ -192,7 +192,7 @@ def simulated(
         return FleetRuns(drawn.profile, workload, drawn.options).run(drawn.policy, drawn.seed % 3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(drawn=fleets())
 def test_random_fleets_lose_nothing_and_repeat_themselves(drawn: Drawn) -> None:
     workload = random_workload(drawn.seed, num_requests=40, num_adapters=9, rps=drawn.rps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,7 +35,8 @@ def tenanted(rps: float, num_requests: int = 120) -> list[WorkloadRequest]:
 
 
 def run(workload: list[WorkloadRequest], num_replicas: int = 1, **options: object) -> FleetOutcome:
-    replay = ReplayOptions(num_adapters=4, ranks=(8,), max_running=4, **options)  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"max_running": 4} | options
+    replay = ReplayOptions(num_adapters=4, ranks=(8,), **chosen)
     runs = FleetRuns(imagined_machine(), workload, FleetOptions(num_replicas=num_replicas, replay=replay))
     return runs.run(Policy.of("most-idle", None))
 
@@ -67,6 +69,29 @@ def test_no_more_wait_than_may() -> None:
     outcome = run(tenanted(5000.0), max_waiting=10, tenants=(TenantPolicy(name="a"), TenantPolicy(name="b")))
     figures = tenant_figures(outcome.all.requests, (), duration_s=1.0, slo=NO_SLO)
     assert figures["a"].num_refused > 80
+
+
+def test_a_bounded_tenant_is_let_in_no_faster_than_it_is_served() -> None:
+    outcome = run(tenanted(400.0, 600), tenants=POLICIES, max_borrowing=0.0)
+    figures = tenant_figures(outcome.all.requests, POLICIES, duration_s=1.0, slo=NO_SLO)
+    noisy = figures["a"]
+    assert noisy.num_refused > 100
+    served = noisy.num_requests - noisy.num_refused
+    assert noisy.attainment * noisy.num_requests > 0.5 * served, (noisy, served)
+
+
+def test_objectives_for_the_time_per_token_are_kept_by_refusing_requests() -> None:
+    aim_s, workload = 0.01, tenanted(200.0, 500)
+
+    def share_in_time(aim: float | None) -> float:
+        policies = tuple(TenantPolicy(name=name, slo_tpt=aim) for name in "ab")
+        found = run(workload, tenants=policies, max_running=64).all.requests
+        seen = [each.tpot_s for each in found if each.tpot_s is not None]
+        assert any(each.refused for each in found) is (aim is not None)
+        return sum(each <= aim_s for each in seen) / len(seen)
+
+    assert share_in_time(None) < 0.6
+    assert share_in_time(aim_s) > 0.9
 
 
 def outcome_of(tenant: str, ttft_s: float | None, *, refused: bool = False) -> RequestOutcome:

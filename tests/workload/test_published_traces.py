@@ -27,9 +27,21 @@ pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the published trace
         (Source.AZURE, "azure_llm_2023_code", {}, (8_819, 2.567)),
         (Source.AZURE, "azure_llm_2023_conv", {}, (19_366, 5.530)),
         (Source.VTC, "vtc_lmsys_arena_27clients", {}, (1_500, 2.5)),
-        (Source.MAF, "maf2019_1000fn_1day_sparse", {"duration_s": 60.0, "rate": 50.0}, (3_000, 50.0)),
+        pytest.param(
+            Source.MAF,
+            "maf2019_1000fn_1day_sparse",
+            {"duration_s": 60.0, "rate": 50.0},
+            (3_000, 50.0),
+            marks=pytest.mark.slow,
+        ),
         (Source.SERVEGEN, "servegen_m-small_client_rates", {"duration_s": 600.0, "rate": 5.0}, (3_000, 5.0)),
-        (Source.SERVEGEN, "servegen_m-mid_client_rates", {"duration_s": 600.0, "rate": 5.0}, (3_000, 5.0)),
+        pytest.param(
+            Source.SERVEGEN,
+            "servegen_m-mid_client_rates",
+            {"duration_s": 600.0, "rate": 5.0},
+            (3_000, 5.0),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_traces(source: Source, name: str, options: dict[str, Any], expected: tuple[int, float]) -> None:

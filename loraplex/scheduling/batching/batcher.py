@@ -28,7 +28,7 @@ from loraplex.scheduling.request_table import RequestTable
 from loraplex.scheduling.step_features import decode_features, step_features
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
-_arrival = attrgetter("arrival")
+_turn = attrgetter("turn")
 
 
 class Batcher:
@@ -80,7 +80,7 @@ class Batcher:
             return list(running)
         requests = [*running, *ready]
         if self.displaces:
-            requests.sort(key=_arrival)
+            requests.sort(key=_turn)
         batch = self._policy.choose(self._view(requests, known, any_waits=len(known) > len(running)))
         if batch.merged is not None and not self.merged.hold(batch.merged):
             batch = ALL

@@ -11,12 +11,11 @@ from typing import IO, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.server.batches.objects import BatchError
 
 MAX_ERRORS: Final = 100
 """Broken lines that are named; the others are counted."""
-BATCH_PRIORITY: Final = 2**30
-"""Lower ones are served first, so this comes after whatever a live request is likely to ask for."""
 
 
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 Lines are sent while few requests wait for their first token, whoever sent them. So as many run as the engine
 takes, a queue of live requests stops further lines, and the limits on waiting requests are never reached. In
-the engine's queue, lines come after all live requests (`input_lines.BATCH_PRIORITY`).
+the engine's queue, lines come after all live requests, and give way to them (`core.tenants.BATCH_PRIORITY`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from loraplex.core.errors import EngineDeadError, UserError
+from loraplex.core.url_secrets import without_secrets
 
 # Below uvicorn's 5 s, after which it closes an idle connection: a request must not be sent into that.
 _KEEP_ALIVE_S: Final = 2.0
@@ -70,7 +71,8 @@ class BackendHttp:
     """Connections to one server, kept alive and reused. For use in one event loop; close it at the end."""
 
     def __init__(self, address: BackendAddress) -> None:
-        self.url = address.url
+        self._root = address.url
+        self.url = without_secrets(address.url)  # for messages
         self.has_key = address.api_key is not None
         self._headers = _authorization(address.api_key)
         self._admin_headers = _authorization(address.admin_key or address.api_key)
@@ -159,7 +161,7 @@ class BackendHttp:
             data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"
         # Redirects are reported, not followed: the body of a POST would be lost.
         return await self._open_session().request(
-            method, self.url + path, data=data, headers=headers, allow_redirects=False
+            method, self._root + path, data=data, headers=headers, allow_redirects=False
         )
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -187,7 +189,9 @@ def _root_of(url: str) -> str:
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment or any(char.isspace() for char in root):
-        raise BackendError(f"{url!r} is no address of a server; write it as http://HOST:PORT")
+        raise BackendError(
+            f"{without_secrets(url)!r} is no address of a server; write it as http://HOST:PORT"
+        )
     return root
 
 

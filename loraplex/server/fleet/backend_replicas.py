@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.shape import ModelShape
+from loraplex.core.url_secrets import without_secrets
 from loraplex.fleet.live_policy import check_live_policy
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
@@ -69,7 +70,9 @@ def backend_fleet(
     ]
     repeated = [url for url, count in Counter(address.url for address in addresses).items() if count > 1]
     if repeated:
-        raise BackendError(f"{repeated[0]} is given twice with --backend; name each server once")
+        raise BackendError(
+            f"{without_secrets(repeated[0])} is given twice with --backend; name each server once"
+        )
     expected = ExpectedBase.of(*base_names)
     options = HttpReplicaOptions(is_registered=is_registered, vocab_size=shape.vocab_size)
 

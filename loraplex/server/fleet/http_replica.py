@@ -211,7 +211,8 @@ class HttpReplica:
             self._watch.look.set()
 
     def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
-        """See AsyncEngine. Does nothing: the server decides the order of its requests by itself."""
+        """See AsyncEngine. Does nothing: the server knows no tenants, so that requests wait in front of it
+        (`fair_turns`)."""
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. All are zero while the server is away."""

@@ -68,21 +68,20 @@ class Access:
         """Patterns of the adapters that it may load and unload."""
         return ("*",) if self._tenant is None or self.is_operator else self._tenant.administers.texts
 
-    def slo_ttft_s(self, adapter: str | None) -> float | None:
-        """Return the target of an adapter for the first token; None if it has none of its own."""
+    def slos_of(self, adapter: str | None) -> tuple[float | None, float | None]:
+        """Return the targets of an adapter, for the first token and for each later one; None for those that
+        it has not of its own."""
         slo = None if adapter is None else self._slos.get(adapter)
-        return None if slo is None else slo.slo_ttft
+        return (None, None) if slo is None else (slo.slo_ttft, slo.slo_tpt)
 
     def objective(self, adapter: str | None) -> Objective | None:
         """Return the targets of a request, those of its adapter before those of its tenant; None if there are
         none, or if nobody's requests are counted."""
         if self._tenant is None or self.account is None:
             return None
-        policy, slo = self._tenant.policy, None if adapter is None else self._slos.get(adapter)
-        ttft_s, tpt_s = policy.slo_ttft, policy.slo_tpt
-        if slo is not None:
-            ttft_s = ttft_s if slo.slo_ttft is None else slo.slo_ttft
-            tpt_s = tpt_s if slo.slo_tpt is None else slo.slo_tpt
+        policy, (ttft_s, tpt_s) = self._tenant.policy, self.slos_of(adapter)
+        ttft_s = policy.slo_ttft if ttft_s is None else ttft_s
+        tpt_s = policy.slo_tpt if tpt_s is None else tpt_s
         if ttft_s is None and tpt_s is None:
             return None
         return Objective(ttft_s, tpt_s, self.account.num_reached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 from loraplex.adapters.names import MAX_NAME_CHARS
@@ -18,17 +19,21 @@ class Patterns:
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self.texts = tuple(texts)
-        self._expression = re.compile("|".join(map(fnmatch.translate, texts))) if texts else None
 
     def __bool__(self) -> bool:
         return bool(self.texts)
 
     def match(self, name: str) -> bool:
-        return self._expression is not None and self._expression.match(name) is not None
+        return bool(self.texts) and self._expression.match(name) is not None
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that none of these names matches."""
         return [text for text in self.texts if not fnmatch.filter(names, text)]
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        # With the first request: most of the time to read a file of many tenants would be for this.
+        return re.compile("|".join(map(fnmatch.translate, self.texts)))
 
 
 def why_no_pattern(text: str) -> str | None:

@@ -8,7 +8,6 @@ from loraplex.core.clock import Clock
 from loraplex.core.tenants import TenantPolicy
 from loraplex.server.tenants.access import Access
 from loraplex.server.tenants.account import Account
-from loraplex.server.tenants.keys import KeyRing
 from loraplex.server.tenants.tenants_file import Tenant, TenantsFile
 
 
@@ -27,14 +26,14 @@ class Tenants:
     def replace(self, file: TenantsFile) -> None:
         """Put a file in force, at once for new requests. Requests in flight go on."""
         self._file = file
-        self._ring = KeyRing((key, tenant.name) for tenant in file.tenants.values() for key in tenant.keys)
-        for tenant in file.tenants.values():
-            self.account(tenant).change(tenant.limits)
+        for name, account in self._accounts.items():
+            if name in file.tenants:
+                account.change(file.tenants[name].limits)
         self.num_changes += 1
 
     def find(self, key: bytes) -> Access | None:
         """Return what the holder of a key may do; None for an unknown key, or one that has expired."""
-        name = self._ring.find(key)
+        name = self._file.owners.find(key)
         return None if name is None else self.access(name)
 
     def access(self, name: str) -> Access | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.whole_file import write_whole
+from loraplex.core.words import unknown_name
 from loraplex.server.tenants.keys import StoredKey, new_key
 from loraplex.server.tenants.tenants_file import (
     TenantsFileError,
@@ -63,8 +64,7 @@ def rotate_key(path: Path, name: str, grace: timedelta) -> str:
     def change(text: str, data: dict[str, Any]) -> str:
         table = data.get("tenants", {}).get(name)
         if table is None:
-            known = ", ".join(data.get("tenants", {})) or "none"
-            raise TenantsFileError(f"{path} has no tenant {name!r}; there are: {known}")
+            raise TenantsFileError(f"{path}: {unknown_name('tenant', name, data.get('tenants', {}))}")
         old = table.get("keys", [])
         ending = (_ended(StoredKey.parse(each), now, grace) for each in old)
         table["keys"] = [StoredKey.of(key).text, *filter(None, ending)]

@@ -19,8 +19,9 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -32,7 +33,7 @@ from loraplex.adapters.remote import AllowedSources
 from loraplex.core.errors import LoraplexError, UserError
 from loraplex.core.tenants import MAX_TENANT_CHARS, TENANT_NAMES, TenantPolicy, is_tenant_name
 from loraplex.server.tenants.account import Limits
-from loraplex.server.tenants.keys import StoredKey
+from loraplex.server.tenants.keys import KeyRing, StoredKey
 from loraplex.server.tenants.patterns import Patterns, why_no_pattern
 
 _MAX_BYTES: Final = 16 * 2**20
@@ -74,12 +75,17 @@ class TenantTable(AdapterSlo, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSources:
     """The folders and remote sources that a tenant may load adapters from."""
 
-    paths: AllowedPaths
-    remote: AllowedSources
+    def __init__(self, folders: Sequence[str], remote: AllowedSources) -> None:
+        self._folders = folders
+        self.remote = remote
+
+    @cached_property
+    def paths(self) -> AllowedPaths:
+        """The folders, looked up on the disk when they are first needed."""
+        return AllowedPaths(map(Path, self._folders))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +106,13 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantsFile:
-    """All tenants, and the targets of adapters that have some of their own, by name."""
+    """All tenants, and the targets of adapters that have some of their own, by name. `owners`: the names of
+    tenants by their keys."""
 
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    adapter_slos: Mapping[str, AdapterSlo] = field(default_factory=dict)
-    shares_prefix_cache: bool = False
+    tenants: Mapping[str, Tenant]
+    adapter_slos: Mapping[str, AdapterSlo]
+    owners: KeyRing[str]
+    shares_prefix_cache: bool
 
 
 def read_text(path: Path) -> str:
@@ -157,6 +165,7 @@ def parse_tenants(text: str, path: Path) -> TenantsFile:
     return TenantsFile(
         tenants=tenants,
         adapter_slos=slos,
+        owners=KeyRing((key, tenant.name) for tenant in tenants.values() for key in tenant.keys),
         shares_prefix_cache=shares,
     )
 
@@ -216,11 +225,10 @@ def _sources(load_from: list[str], where: str) -> LoadSources:
     """Return the folders, which are absolute, and the patterns of remote sources."""
     folders = [text for text in load_from if text.startswith("/")]
     try:
-        return LoadSources(
-            paths=AllowedPaths(map(Path, folders)),
-            remote=AllowedSources(text for text in load_from if not text.startswith("/")),
-        )
-    except (LoraplexError, ValueError, OSError):
+        if any("\0" in folder for folder in folders):
+            raise ValueError
+        return LoadSources(folders, AllowedSources(text for text in load_from if not text.startswith("/")))
+    except (LoraplexError, ValueError):
         raise TenantsFileError(
             f"{where} load_from: write folders from the root on, as /srv/adapters/acme, repositories as "
             "owner/name or owner/*, and buckets as s3://bucket/prefix/*"

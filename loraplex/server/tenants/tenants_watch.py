@@ -74,9 +74,10 @@ class TenantsWatch:
         self._text = text
         self.tenants.trouble = None
         logger.info("the tenants file has changed and is in force: %s", _words(file))
+        policies = self.tenants.policies()
         for listener in self._told:
             try:
-                listener(self.tenants.policies())
+                listener(policies)
             except Exception:
                 logger.exception("a part of the server did not take the changed tenants")
 

@@ -122,7 +122,7 @@ def test_workers_without_tasks_sleep_until_the_next(pool: AssistPool, loras: Lor
     check(pool, loras, ROWS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_narrow_types(dtype: torch.dtype) -> None:
     with running_pool(1, dtype) as pool:
         loras = Loras(pool, dtype, ranks=(1, 16, 19))

@@ -39,7 +39,7 @@ def land_with(monkeypatch: pytest.MonkeyPatch, device_s: float | None) -> None:
     monkeypatch.setattr(CudaFlight, "land", on_device)
 
 
-@pytest.mark.parametrize("device_s", [0.25, 0.0])
+@pytest.mark.parametrize("device_s", [pytest.param(0.25, marks=pytest.mark.slow), 0.0])
 def test_costs_are_corrected_by_the_time_on_the_device(
     observed: list[float], monkeypatch: pytest.MonkeyPatch, device_s: float
 ) -> None:

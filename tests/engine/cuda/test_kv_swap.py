@@ -272,7 +272,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     requests=REQUESTS,
     num_blocks=st.integers(8, 16),

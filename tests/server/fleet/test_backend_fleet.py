@@ -6,6 +6,7 @@ A tiny model, HTTP and the openai client. One module, so that its servers are st
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import subprocess
 import threading
@@ -76,6 +77,29 @@ def test_servers_behind_a_front_answer_as_they_do_alone(front: str, single: str)
             assert [choice.text for choice in found.choices] == [choice.text for choice in expected.choices]
             assert found.usage == expected.usage
     assert sum(row["sent"] > 0 for row in replicas(front)) > 1, "one server did all of it"
+
+
+def test_a_batch_on_a_front_is_answered_by_the_servers_behind_it(front: str, single: str) -> None:
+    def line(number: int) -> str:
+        body = {"model": MODELS[number % 3], "prompt": "w5 w6 w7", "max_tokens": 12, "temperature": 0}
+        asked = {"custom_id": f"q{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        return json.dumps(asked)
+
+    client = openai.OpenAI(base_url=f"{front}/v1", api_key="none", max_retries=0)
+    sent_before = [row["sent"] for row in replicas(front)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(line, range(12))).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch has ended")
+    output_id = client.batches.retrieve(batch.id).output_file_id
+    assert output_id is not None
+    found = {}
+    for text in client.files.content(output_id).text.strip("\n").split("\n"):
+        answered = json.loads(text)
+        found[answered["custom_id"]] = answered["response"]["body"]["choices"][0]["text"]
+    expected = [answer(single, model, temperature=0).choices[0].text for model in MODELS]
+    assert found == {f"q{number}": expected[number % 3] for number in range(12)}
+    sent = [row["sent"] - before for row, before in zip(replicas(front), sent_before, strict=True)]
+    assert sum(sent) == 12
 
 
 def test_a_single_server_says_that_it_has_no_replicas(single: str) -> None:

@@ -200,6 +200,15 @@ def test_addresses_may_end_in_v1_and_keys_are_not_shown() -> None:
     assert "secret" not in repr(address)
 
 
+def test_the_login_in_an_address_is_used_and_not_shown() -> None:
+    address = BackendAddress(url="http://me:secret@127.0.0.1:1")
+    assert address.url == "http://me:secret@127.0.0.1:1"
+    assert backend_http.BackendHttp(address).url == "http://****@127.0.0.1:1"
+    with pytest.raises(BackendError) as caught:
+        BackendAddress(url="http://me:secret@host?token=secret")
+    assert "secret" not in str(caught.value)
+
+
 def test_a_server_tells_its_sizes_and_the_model_may_be_known_by_its_folder() -> None:
     async def scenario() -> None:
         async with (

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -241,17 +240,14 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert json.loads(latest.stdout) == [decision]
 
 
-def test_decisions_of_a_demo_are_found(
-    fleet: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decisions_of_a_demo_are_found(fleet: str, state: Path, tmp_path: Path) -> None:
     asked = answer(fleet, "two", temperature=0)
     wait_until(
         lambda: run_command("fleet", "explain", asked.id, "--state-dir", str(state)).returncode == 0,
         "the decision is not in the log",
     )
-    shutil.copytree(state, tmp_path / "loraplex-demo-x")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = run_command("fleet", "explain", asked.id, LORAPLEX_STATE=str(tmp_path / "none"))
+    shutil.copytree(state, tmp_path / "demo")
+    found = run_command("fleet", "explain", asked.id, LORAPLEX_STATE=str(tmp_path))
     assert "for two (version " in found.stdout, found
 
 
@@ -317,26 +313,30 @@ def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -
     assert "a fleet has one replica at least" in refused.stderr
 
 
-def test_streams_outlive_their_engine_processes(fleet: str) -> None:
-    """`kill -9` under streams: the openai client sees the answer that it would have had. This leaves one
-    replica drained. test_backend_fleet does the same with a fleet of servers."""
+def check_killed(fleet: str, **options: Any) -> None:
+    """Kill the engine process under a stream: the openai client sees the answer it would have had."""
 
     def kill(number: int) -> None:
         os.kill(replicas(fleet)[number]["pid"], signal.SIGKILL)
 
-    def is_whole() -> bool:
-        return all(row["state"] == "ready" for row in replicas(fleet))
+    check_disturbed(fleet, kill, **options)
+    wait_until(lambda: all(row["state"] == "ready" for row in replicas(fleet)), "the replica is back")
 
-    check_disturbed(fleet, kill, **SAMPLED)
-    wait_until(is_whole, "the replica is back")
+
+@pytest.mark.slow
+def test_a_killed_stream_ends_at_its_stop_string(fleet: str) -> None:
     (whole,), _ = stream(fleet, temperature=0)
     stop = next(
         part
         for start in range(len(whole.text) - 40, len(whole.text) - 3)
         if whole.text.find(part := whole.text[start : start + 3]) > len(whole.text) // 2
     )
-    check_disturbed(fleet, kill, temperature=0, stop=stop)
-    wait_until(is_whole, "the replica is back")
+    check_killed(fleet, temperature=0, stop=stop)
+
+
+def test_streams_outlive_their_engine_processes(fleet: str) -> None:
+    """This leaves one replica drained. test_backend_fleet does the same with a fleet of servers."""
+    check_killed(fleet, **SAMPLED)
     drained: list[int] = []
 
     def drain(number: int) -> None:

@@ -38,8 +38,27 @@ FILE = Path("tenants.toml")
 KEY = stored("k")
 
 
+def _unused(*args: object) -> str:
+    raise AssertionError("not needed yet")
+
+
 def parse(text: str) -> TenantsFile:
     return parse_tenants(text, FILE)
+
+
+def test_patterns_and_folders_of_tenants_without_requests_are_only_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of a file with thousands of tenants, most have no requests before the next change.
+    with monkeypatch.context() as patched:
+        patched.setattr("fnmatch.translate", _unused)
+        patched.setattr("os.path.realpath", _unused)
+        patched.setattr(Path, "resolve", _unused)
+        file = parse(f"[tenants.a]\nkeys = [{KEY}]\nadapters = ['a-*']\nload_from = ['/srv/a', 'a/*']")
+        Tenants(file, ManualClock()).replace(file)
+    tenant = file.tenants["a"]
+    assert [tenant.adapters.match(name) for name in ("a-x", "b-x")] == [True, False]
+    assert tenant.sources.paths.roots == (Path("/srv/a"),)
 
 
 def test_everything_that_the_file_says_is_there() -> None:
@@ -196,6 +215,16 @@ def test_commands_change_what_they_are_asked_to_and_keep_the_rest(tmp_path: Path
         assert key not in text
     assert re.fullmatch(r"sha256:1{64} until 20\d\d-.*Z", after["third"]["keys"][1])
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_tenant_that_is_not_there_may_be_a_misspelt_one(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    for name in ("Acme", "globex"):
+        add_tenant(path, name, {})
+    with pytest.raises(TenantsFileError, match=r"there is no tenant 'acmee'; did you mean Acme\?"):
+        rotate_key(path, "acmee", timedelta(0))
+    with pytest.raises(TenantsFileError, match="there is no tenant 'zz'; there are Acme, globex"):
+        rotate_key(path, "zz", timedelta(0))
 
 
 def test_a_rotated_key_ends_at_once_or_after_its_grace(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import { call, get, keys } from "./api.js";
 import { chatWith, explain } from "./chat.js";
+import { openDialog } from "./dialogs.js";
 import { $, bytes, clock, count, h, setText, TIERS } from "./dom.js";
 
 const ROW = 40;
@@ -179,7 +180,7 @@ export function show(adapter) {
     ["Canary", adapter.canary && `${adapter.canary.version.slice(0, 12)}, ${adapter.canary.share * 100}% of requests`],
     ["Rank", count(adapter.rank)],
     ["Size", bytes(adapter.bytes)],
-    ["Requests", `${count(adapter.requests)}, of which ${count(adapter.hits)} found it in memory`],
+    ["Requests", `${count(adapter.requests)}${adapter.requests ? `, of which ${count(adapter.hits)} found it in memory` : ""}`],
     ["Tokens", count(adapter.tokens)],
     ["In flight", count(adapter.in_flight)],
     ["Loads", count(adapter.loads)],
@@ -188,7 +189,7 @@ export function show(adapter) {
   $("detail-facts").replaceChildren(...facts.flatMap(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]));
   setText($("detail-unload"), "Unload");
   $("detail-unload").dataset.sure = "";
-  $("detail-dialog").showModal();
+  openDialog($("detail-dialog"));
 }
 
 function problem(id, error) {
@@ -201,22 +202,22 @@ function problem(id, error) {
 async function change(path, body, { button, shownIn, during }) {
   problem(shownIn, null);
   const label = button.textContent;
+  const focused = document.activeElement;
   button.disabled = true;
   setText(button, during);
-  try {
-    await call(path, { body });
+  const error = await call(path, { body }).then(() => null, (reason) => reason);
+  button.disabled = false;
+  setText(button, label);
+  if (document.activeElement === document.body) focused.focus(); // a button that is disabled loses the focus
+  if (error === null) {
     refresh();
     onChange();
     return true;
-  } catch (error) {
-    problem(shownIn, error);
-    const isKey = error.status === 401 || error.body?.error?.code === "admin_only";
-    if (isKey && overview?.has_admin_key) askForKeys(keys().admin ? explain(error) : "Changing adapters needs the admin key.");
-    return false;
-  } finally {
-    button.disabled = false;
-    setText(button, label);
   }
+  problem(shownIn, error);
+  const isKey = error.status === 401 || error.body?.error?.code === "admin_only";
+  if (isKey && overview?.has_admin_key) askForKeys(keys().admin ? explain(error) : "Changing adapters needs the admin key.");
+  return false;
 }
 
 async function unload() {
@@ -240,8 +241,7 @@ function openLoad(adapter = null) {
   $("load-name").value = adapter?.name ?? "";
   $("load-name").readOnly = adapter !== null;
   $("load-path").value = adapter?.source ?? "";
-  $("load-dialog").showModal();
-  $(adapter ? "load-path" : "load-name").focus();
+  openDialog($("load-dialog"), $(adapter ? "load-path" : "load-name"));
 }
 
 async function load(event) {

@@ -4,6 +4,7 @@ import * as adapters from "./adapters.js";
 import { get, keepKeys, keys } from "./api.js";
 import * as charts from "./charts.js";
 import * as chat from "./chat.js";
+import * as dialogs from "./dialogs.js";
 import { $, setText } from "./dom.js";
 import * as map from "./map.js";
 import * as server from "./server.js";
@@ -15,19 +16,21 @@ const VIEWS = ["chat", "adapters", "server"];
 let failures = 0;
 let timer = 0;
 let isAsking = false;
+let hasNewKeys = false; // since it was asked
 let process = null; // which one has answered
 
 async function poll() {
   clearTimeout(timer);
   if (isAsking) return;
   isAsking = true;
+  hasNewKeys = false;
   let wait = PERIOD_MS;
   try {
     const query = { samples_after: charts.lastSample(), changes_after: adapters.changesAfter(), map: map.etag() };
     take(await get("v1/overview", query));
     failures = 0;
   } catch (error) {
-    wait = failed(error);
+    wait = hasNewKeys ? 0 : failed(error);
   } finally {
     isAsking = false;
   }
@@ -61,7 +64,11 @@ function take(overview) {
 function failed(error) {
   failures += 1;
   if (error.status === 401) {
-    askForKeys(keys().api || keys().admin ? "The server does not accept this key." : "This server asks for a key.");
+    const why = keys().api || keys().admin ? "The server does not accept this key." : "This server asks for a key.";
+    $("state").dataset.state = "away";
+    setText($("state"), "no key");
+    banner(`${why} “Keys” takes one.`);
+    askForKeys(why);
     return null;
   }
   const wait = Math.min(PERIOD_MS * 2 ** Math.min(failures - 1, 6), MOST_WAIT_MS);
@@ -83,13 +90,15 @@ function banner(text) {
   setText($("banner"), text);
 }
 
-function askForKeys(why) {
+/** Open the dialog of the keys, or say why they are asked for in the open one, where the user may be typing. */
+function askForKeys(why, first = null) {
   setText($("keys-why"), why);
   $("keys-why").hidden = !why;
+  if ($("keys-dialog").open) return;
   const { api, admin } = keys();
   $("api-key").value = api;
   $("admin-key").value = admin;
-  if (!$("keys-dialog").open) $("keys-dialog").showModal();
+  dialogs.openDialog($("keys-dialog"), first);
 }
 
 function show(view) {
@@ -120,16 +129,16 @@ function wireTabs() {
 
 charts.wire();
 chat.wire();
-adapters.wire(askForKeys, poll);
+adapters.wire((why) => askForKeys(why, $("admin-key")), poll);
 map.wire(adapters.show);
 wireTabs();
 $("keys-button").addEventListener("click", () => askForKeys(""));
 $("keys-form").addEventListener("submit", () => {
   keepKeys($("api-key").value.trim(), $("admin-key").value.trim());
+  hasNewKeys = true;
   poll();
 });
-for (const button of document.querySelectorAll("[data-close]"))
-  button.addEventListener("click", () => button.closest("dialog").close());
+dialogs.wire();
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) poll();
 });

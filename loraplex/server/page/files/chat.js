@@ -100,7 +100,7 @@ class Column {
     timing.last = now;
     if (piece || thought) {
       timing.tokens += 1;
-      text.appendData(piece);
+      text.appendData(text.data ? piece : piece.trimStart());
       reasoning.appendData(thought);
       this.scroll();
       this.show(timing, false);
@@ -159,9 +159,12 @@ async function unused() {
 
 function remove(column) {
   column.abort?.abort();
-  columns.splice(columns.indexOf(column), 1);
+  const place = columns.indexOf(column);
+  columns.splice(place, 1);
   column.element.remove();
   arranged();
+  const next = columns[Math.min(place, columns.length - 1)];
+  (next.closing.hidden ? next.input : next.closing).focus();
   remember();
 }
 
@@ -217,6 +220,8 @@ async function send() {
     seed: number("seed"),
   };
   $("prompt").value = "";
+  if ($("settings").contains(document.activeElement)) $("prompt").focus();
+  $("settings").open = false;
   busy(true);
   await Promise.allSettled(columns.map((column) => column.ask(prompt, options)));
   busy(false);
@@ -224,8 +229,11 @@ async function send() {
 
 function busy(is) {
   isRunning = is;
-  $("stop").hidden = !is;
-  $("send").hidden = is;
+  const [shown, gone] = is ? [$("stop"), $("send")] : [$("send"), $("stop")];
+  const hadFocus = document.activeElement === gone;
+  shown.hidden = false;
+  if (hadFocus) shown.focus();
+  gone.hidden = true;
   $("clear").disabled = is;
 }
 
@@ -245,7 +253,20 @@ export function update(overview) {
   server = overview;
 }
 
+function wireSettings() {
+  const settings = $("settings");
+  settings.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !settings.open) return;
+    settings.open = false;
+    settings.querySelector("summary").focus();
+  });
+  document.addEventListener("pointerdown", (event) => {
+    if (!settings.contains(event.target)) settings.open = false;
+  });
+}
+
 export function wire() {
+  wireSettings();
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send();

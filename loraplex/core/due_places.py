@@ -1,0 +1,83 @@
+"""How much a tenant may run beyond its share while others use an engine.
+
+The schedule asks this for each step (`scheduling.borrowing`), and the forecast by which a server refuses
+requests, too (`fleet.first_token`).
+
+A tenant that has long asked for much more than its share may run
+
+    as many requests as it is due for its share, by those that the others have
+    more, as long as that makes steps no longer than `longest_step_s`
+    any number, while nobody else uses the engine
+
+The requests that a tenant has are those that run and those that wait, as a mean over the last seconds: were
+only the running ones to count, tenants that bound each other would all run ever fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+_MEAN_S: Final = 5.0
+"""Seconds over which the requests of each tenant are averaged."""
+_LEAST: Final = 0.05
+"""Mean number of requests below which a tenant does not use the engine."""
+_BURST: Final = 2.0
+"""How many times its share a tenant may ask for, on the mean, before it is bounded: requests come in
+bursts. It stays bounded until it asks for no more than its share: a server that refuses what it asks for
+makes it seem to ask for less."""
+
+
+class DuePlaces:
+    """The requests that each tenant has on the mean. `share`: returns the share of a tenant."""
+
+    def __init__(self, share: Callable[[str], float]) -> None:
+        self._share = share
+        self._means: dict[str, float] = {}
+        self._shares: dict[str, float] = {}  # of the tenants that use the engine
+        self._sum_means = 0.0  # of these, as the sum of their shares
+        self._sum_shares = 0.0
+        self._now_s = 0.0
+        self._bounded: set[str] = set()
+
+    def observe(self, counts: Mapping[str, int], now_s: float) -> None:
+        """Record how many requests each tenant has now."""
+        weight = 1 - math.exp(-max(now_s - self._now_s, 0.0) / _MEAN_S)
+        self._now_s = now_s
+        for tenant in {*self._means, *counts}:
+            mean, count = self._means.get(tenant, 0.0), counts.get(tenant, 0)
+            self._means[tenant] = mean + weight * (count - mean)
+            if self._means[tenant] < _LEAST and count == 0:
+                del self._means[tenant]
+        self._shares = {each: self._share(each) for each, mean in self._means.items() if mean >= _LEAST}
+        self._sum_means = sum(map(self._means.__getitem__, self._shares))
+        self._sum_shares = sum(self._shares.values())
+        self._bounded = {each for each in self._shares if self._is_beyond(each)}
+
+    def due(self, tenant: str) -> float | None:
+        """Return how many requests a tenant is due to run; None while nothing bounds it."""
+        return self._due(tenant) if tenant in self._bounded else None
+
+    def _is_beyond(self, tenant: str) -> bool:
+        """Return whether a tenant is bounded from now on."""
+        due, times = self._due(tenant), 1.0 if tenant in self._bounded else _BURST
+        return due is not None and self._means[tenant] > times * due
+
+    def _due(self, tenant: str) -> float | None:
+        """Return how many requests a tenant is due to run; None if nobody else uses the engine."""
+        own_share = self._shares.get(tenant, 0.0)
+        # Next to a share that is larger by sixteen digits, the others' sum is lost.
+        others_share = self._sum_shares - own_share
+        if others_share <= 0:
+            return None
+        others_mean = self._sum_means - self._means[tenant]
+        return max(own_share / others_share * others_mean, 1.0)
+
+
+def longest_step_s(due_step_s: float, bound: float | None, paces_s: Iterable[float]) -> float:
+    """Return how long a step may take with what a tenant runs beyond its due. `due_step_s`: without that.
+    `bound`: share by which it may take longer; None for any. `paces_s`: the seconds for each token that
+    running requests of the others should take at most. One that is missed anyway bounds nothing."""
+    most_s = math.inf if bound is None else (1 + bound) * due_step_s
+    return min((most_s, *(pace_s for pace_s in paces_s if pace_s >= due_step_s)))
