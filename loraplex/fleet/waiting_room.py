@@ -73,9 +73,7 @@ class WaitingRoom:
     ) -> None:
         self.admission: Final = Admission(max_ttft_s)
         self._admissions: dict[str, Admission] = {}
-        self._paces: dict[str, Admission] = {}  # correct the time for each later token, as above
-        self._pace_of_others = Admission(None)  # of those without rights
-        self._pace_of_all = Admission(None)
+        self._paces = Admission(None)  # corrects the time for each later token, which all of a step share
         self._max_borrowing = max_borrowing
         self._now_s = 0.0
         self._places = DuePlaces(self._share)
@@ -98,7 +96,6 @@ class WaitingRoom:
             name: self._admissions.get(name) or Admission(self.admission.max_ttft_s)
             for name in self._policies
         }
-        self._paces = {name: self._paces.get(name) or Admission(None) for name in self._policies}
         total = sum(each.share for each in self._policies.values())
         places = _RESERVED * self._max_requests
         self._reserved = {name: int(places * each.share / total) for name, each in self._policies.items()}
@@ -220,7 +217,7 @@ class WaitingRoom:
         """Decide on a request with this prediction; None if nothing limits it."""
         pace_s = self.pace_s(caller)
         if pace_s is not None and self._is_too_slow(predicted, caller, pace_s):
-            seconds = self._pace_of(caller).correction * predicted.tpt_s
+            seconds = self._paces.correction * predicted.tpt_s
             return Verdict(_PACE_RETRY_S, seconds, pace_s, is_slo=True, is_pace=True)
         limit_s, is_slo = self.limit_s(caller)
         if limit_s is None:
@@ -237,7 +234,7 @@ class WaitingRoom:
     def _is_too_slow(self, predicted: Forecast, caller: Caller, pace_s: float) -> bool:
         """Return whether a request would miss its objective for the time per token. That of a tenant with
         nothing here is admitted unless it would without any correction: see `_is_first`."""
-        if not self._pace_of(caller).is_too_slow(predicted, pace_s):
+        if not self._paces.is_too_slow(predicted, pace_s):
             return False
         waits = any(line.num_encoded for line in self._lines.get(caller.tenant, {}).values())
         return waits or self._num_running[caller.tenant] > 0 or predicted.tpt_s > pace_s
@@ -261,16 +258,7 @@ class WaitingRoom:
         """Record the time for each later token of a request that was admitted with this prediction."""
         pace_s = self.pace_s(caller)
         if pace_s is not None:
-            for each in (self._own_pace(caller), self._pace_of_all):
-                each.observe(predicted.tpt_s, tpt_s, pace_s)
-
-    def _own_pace(self, caller: Caller) -> Admission:
-        return self._paces.get(caller.tenant, self._pace_of_others)
-
-    def _pace_of(self, caller: Caller) -> Admission:
-        """Return the lower correction of the time per token: that by its tenant's requests, so that slow
-        answers of others refuse nobody, or that by all, which unlearns a burst sooner."""
-        return min(self._own_pace(caller), self._pace_of_all, key=lambda each: each.correction)
+            self._paces.observe(predicted.tpt_s, tpt_s, pace_s)
 
     # ---- who waits, and who runs
 

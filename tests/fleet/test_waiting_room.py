@@ -279,17 +279,3 @@ def test_predicted_times_per_token_are_corrected_and_that_is_unlearned() -> None
     found = room.judge(fast, A)
     assert found is not None
     assert found.seconds == pytest.approx(0.06)
-
-
-def test_slow_answers_of_a_tenant_refuse_nobody_else() -> None:
-    room = WaitingRoom(100)
-    room.set_policies([TenantPolicy(name=name, slo_tpt=0.05) for name in ("a", "b")])
-    fast = Forecast(ttft_s=0.1, alone_s=0.1, is_idle=False, tpt_s=0.03)
-    for caller in (A, B, Caller(tenant="stranger", slo_tpt_s=0.05)):
-        room.enter(caller, 1)
-        room.encoded(caller, [5])
-    for _ in range(9):
-        room.paced(fast, 0.24, A)
-    assert room.judge(fast, A) is not None
-    assert room.judge(fast, B) is None
-    assert room.judge(fast, Caller(tenant="stranger", slo_tpt_s=0.05)) is None
