@@ -43,7 +43,7 @@ browser:
 
 # With 100 MB of schemas that only one test there reads.
 test-all: test
-	$(BIN)/python -m pip install --quiet kubernetes-validate
+	$(BIN)/python -m pip install --quiet -c constraints.txt kubernetes-validate
 	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 # The docs as a site, in site/; links that lead nowhere are errors.

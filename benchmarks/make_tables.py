@@ -118,6 +118,7 @@ TABLES: Final[dict[str, Table]] = {
     "overload": Table((OVERLOAD,), load_tables.overload_table, if_missing="Not measured yet.\n"),
     "overload-machine": Table((OVERLOAD,), load_tables.overload_note, if_missing=""),
     "structured-libraries": Table((STRUCTURED,), structured_tables.libraries_table),
+    "structured-slowest": Table((STRUCTURED,), structured_tables.slowest_masks),
     "structured-libraries-machine": Table((STRUCTURED,), structured_tables.note),
     "structured-steps": Table((STRUCTURED_STEPS,), structured_tables.steps_table),
     "structured-steps-machine": Table((STRUCTURED_STEPS,), structured_tables.note),

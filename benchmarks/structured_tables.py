@@ -24,11 +24,28 @@ def libraries_table(result: Result) -> str:
                     _ratio("compile_cpu_ms", *reversed(rounds)),
                     *(span((each["mask_cpu_us"] for each in side), ",.0f") for side in rounds),
                     _ratio("mask_cpu_us", *rounds),
+                    *(span((each["accept_cpu_us"] for each in side), ",.0f") for side in rounds),
                 )
             )
     compiling = (*(f"compiling by {side}, ms" for side in _SIDES), "xgrammar over llguidance")
     masks = (*(f"a mask by {side}, µs" for side in _SIDES), "llguidance over xgrammar")
-    return table(("tokens", "what", *compiling, *masks), lines)
+    tokens = (f"taking a token by {side}, µs" for side in _SIDES)
+    return table(("tokens", "what", *compiling, *masks, *tokens), lines)
+
+
+def slowest_masks(result: Result) -> str:
+    """Say how long the slowest masks of a step took."""
+    slowest = {
+        side: max(
+            each["slowest_batch_ms"]
+            for found in result["results"].values()
+            for measured in found["cases"].values()
+            for each in measured["rounds"][side]
+        )
+        for side in _SIDES
+    }
+    words = " and ".join(f"{slowest[side]:,.0f} ms by {side}" for side in _SIDES)
+    return f"The slowest masks of 32 answers took {words}, in time on the clock beside other programs.\n"
 
 
 def _ratio(figure: str, more: Sequence[Result], less: Sequence[Result]) -> str:

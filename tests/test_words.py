@@ -27,7 +27,15 @@ def test_names_that_differ_in_case_alone_are_all_shown() -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("https://user:secret@host:1/a@b", "https://****@host:1/a@b"),
+        ("https://user:secret@host:1/a", "https://****@host:1/a"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("s3://key:se/secret@bucket/x", "s3://****@bucket/x"),
+        ("http://user:se#secret@host", "http://****@host"),
+        ("http://a,http://user:secret@b", "http://****@b"),
+        ("['http://a/', 'http://user:secret@b/']", "['http://a/', 'http://****@b/']"),
+        ("https:/user:secret@host //user:secret@host", "https:/****@host //****@host"),
+        ("http://host/x;token=secret/y", "http://host/x;token=****/y"),
+        ("http://host/x#" + "secret" * 20, "http://host/x#****"),
         ("sql=s3://secret@bucket/x", "sql=s3://****@bucket/x"),
         ("http://host/x?X-Amz-Signature=secret&a", "http://host/x?X-Amz-Signature=****&****"),
         ("http://host/x?secret#token=secret", "http://host/x?****#token=****"),

@@ -98,7 +98,7 @@ def why_no_s3(text: str) -> str | None:
     not meant to be one."""
     if text[: len(_PREFIX)].lower() != _PREFIX:
         return None
-    shown = without_secrets(text[:_MAX_QUOTED_CHARS])
+    shown = without_secrets(text)[:_MAX_QUOTED_CHARS]
     return f"{shown!r} is no URL of S3: {_mistake(text)}; write one like s3://my-bucket/adapters/sql"
 
 
@@ -152,7 +152,7 @@ def _mistake(text: str) -> str:
     parts = prefix.removesuffix("/").split("/")
     if not bucket:
         return "it names no bucket"
-    if "@" in bucket:
+    if "@" in bucket or (":" in bucket and "@" in place):
         return f"it has a login, and logins are not part of it ({_LOGIN})"
     if _BUCKET.fullmatch(bucket) is None or ".." in bucket:
         return "a bucket's name has 3 to 63 small letters, digits, dots and hyphens"

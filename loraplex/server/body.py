@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import EngineClosedError, InvalidRequestError
+from loraplex.server.decoders import decode_json
 from loraplex.server.engine_status import SHUTTING_DOWN
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
 from loraplex.server.json_size import JsonSize, json_size
@@ -147,7 +148,7 @@ class BodyReader:
 def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
     """Decode JSON strictly. Raises InvalidRequestError that says what is wrong and where."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind) from None
     except msgspec.DecodeError as error:

@@ -17,6 +17,7 @@ from loraplex.core.stats import AdapterStats
 from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.body import read_query
+from loraplex.server.decoders import decode_json
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import VERSION_HEADER
@@ -386,7 +387,7 @@ def _demand_info(deps: ServerDeps) -> DemandInfo:
 
 def _engine_info(costs: str | None) -> EngineInfo | None:
     """Return what the profile in JSON that an engine reports is about."""
-    return None if costs is None else msgspec.json.decode(costs, type=_Costs).subject
+    return None if costs is None else decode_json(costs, _Costs).subject
 
 
 class _Costs(msgspec.Struct, frozen=True):

@@ -169,6 +169,11 @@ def test_a_broken_line_is_named(client: openai.OpenAI, text: str | bytes, code: 
     assert message in error.message
 
 
+def test_a_byte_order_mark_is_no_part_of_a_line(client: openai.OpenAI) -> None:
+    batch = ended(client, begin(client, b"\xef\xbb\xbf" + line("a").encode(), line("b")).id)
+    assert results(client, batch.output_file_id).keys() == {"a", "b"}
+
+
 def test_an_empty_file_and_one_with_too_many_lines_fail(client: openai.OpenAI) -> None:
     assert ended(client, begin(client, "\n\n").id).errors.data[0].code == "empty_file"
     many = ended(client, begin(client, *(line(str(i)) for i in range(51))).id)

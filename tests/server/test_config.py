@@ -185,7 +185,7 @@ def test_secrets_are_masked_wherever_they_are_from(write: Any) -> None:
     config = write("""
         [fleet.serve]
         api-key = ["hidden-1", "hidden-2"]
-        backend = ["http://user:hidden-3@gpu-1:8000", "http://hidden-8@gpu-2:8000", "http://gpu-3:8000/a@b"]
+        backend = ["http://user:hidden-3@gpu-1:8000", "http://hidden-8@gpu-2:8000", "http://gpu-3/a@b"]
         adapter = ["sql=https://me:hidden-9@host/x?token=hidden-10&hidden-11#sig=hidden-12", "a=s3://b/c#00"]
     """)
     args = ("fleet", "serve", "--config", config, "--backend-key", "hidden-4")
@@ -195,7 +195,7 @@ def test_secrets_are_masked_wherever_they_are_from(write: Any) -> None:
     assert rows["--backend"][0] == [
         "http://****@gpu-1:8000",
         "http://****@gpu-2:8000",
-        "http://gpu-3:8000/a@b",
+        "http://gpu-3/a@b",
     ]
     assert rows["--adapter"][0] == ["sql=https://****@host/x?token=****&****#sig=****", "a=s3://b/c#00"]
     assert rows["--backend-key"] == ("****", "flag")
