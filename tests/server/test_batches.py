@@ -246,13 +246,13 @@ def test_bad_batches_are_refused(client: openai.OpenAI) -> None:
 
     with pytest.raises(openai.NotFoundError, match="there is no file"):
         create()
-    for fields in (
-        {"endpoint": "/v1/embeddings"},
-        {"completion_window": "soon"},
-        {"completion_window": "31d"},
-        {"metadata": {"k": "x" * 513}},
+    for fields, message in (
+        ({"endpoint": "/v1/embeddings"}, "send /v1/chat/completions, /v1/completions or /v1/responses"),
+        ({"completion_window": "1 day"}, "'1 day'; give minutes, hours or days, such as 90m, 24h or 30d"),
+        ({"completion_window": "31d"}, "at most 30d"),
+        ({"metadata": {"k": "x" * 513}}, "metadata"),
     ):
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(openai.BadRequestError, match=message):
             create(**fields)
 
 
