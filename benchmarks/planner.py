@@ -54,7 +54,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.planner.check import SEEDS
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
-from loraplex.planner.features import FEATURE_NAMES
+from loraplex.planner.features import FEATURE_NAMES, NUM_PAPER_FEATURES
 from loraplex.planner.judge import Judge
 from loraplex.planner.make import make_plan, packer_of
 from loraplex.planner.packing.improve import LocalImprovement, improve
@@ -63,6 +63,7 @@ from loraplex.planner.packing.max_base import MaxBase
 from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.packing.packer import Packer
 from loraplex.planner.packing.random_packing import RandomPacking
+from loraplex.planner.packing.testing_points import SLOT_COUNTS
 from loraplex.planner.plan import GpuPlan
 from loraplex.planner.rules import compiled_rules, rules_source
 from loraplex.planner.searches import ModelKind
@@ -84,7 +85,7 @@ from loraplex.twin.scores import in_authors_unit, macro_f1, smape
 
 RESULTS: Final = Path(__file__).parent / "results"
 FILE: Final = "planner.json"
-NUM_ROWS: Final = 900
+NUM_ROWS: Final = 1500
 MOST_GPUS: Final = 4
 MOST_JUDGEMENTS: Final = 20_000
 CHECKED_S: Final = 900.0
@@ -138,7 +139,7 @@ def surrogates(data: Path) -> dict[str, Any]:
         }
         for kind in ModelKind:
             trained = train(rows, kind, num_jobs=None)
-            wide = features.astype(np.float64)
+            wide = features[:, :NUM_PAPER_FEATURES].astype(np.float64)
             found[f"as the paper, {kind.value}"] = {
                 **on_recorded(runs, trained.throughput.predict(wide), trained.starvation.predict(wide)),
                 "simulated": trained.accuracy(held_out),
@@ -205,7 +206,7 @@ def _nanoseconds(forest: Forest, names: Sequence[str], features: Any) -> float:
         total = 0.0
         for number in range(times):
             row = rows[number % len(rows)]
-            total += predict(row[0], row[1], row[2], row[3], row[4], row[5], row[6])
+            total += predict(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9])
         return total
 
     rows = features.astype(np.float64)
@@ -287,7 +288,19 @@ def in_scenario(model: Model, scenario: Scenario, base_tok_s: float) -> dict[str
     }
     for name, packer in spreading.items():
         found[name] = _outcome(partial(packer.pack, demand, num_gpus), checked)
+    if (fewer := (found["ours"]["num_gpus"] or 1) - 1) > 0:
+        found["ours"]["share_with_one_fewer"] = _share_of_a_part(model, demand, fewer)
     return found
+
+
+def _share_of_a_part(model: Model, demand: Demand, num_gpus: int) -> float:
+    """Return the share of its tokens that a GPU serves of the adapters divided evenly among so many GPUs,
+    with the best number of slots."""
+    ordered = sorted(demand.adapters, key=lambda each: (each.rank, each.rate_rps))
+    part = tuple(ordered[::num_gpus])
+    gpus = [GpuPlan(adapters=part, num_slots=number) for number in SLOT_COUNTS if number <= len(part)]
+    runs = [run_gpu(profile_of(model), demand, gpu, duration_s=CHECKED_S, seed=0) for gpu in gpus]
+    return max(run.served_tok_s / run.offered_tok_s for run in runs)
 
 
 def _ours(model: Model, demand: Demand, quick: Judge) -> Sequence[GpuPlan]:

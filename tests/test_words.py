@@ -19,6 +19,11 @@ def test_near_names_are_those_that_differ_in_case_too() -> None:
     assert unknown_name("adapter", "x", [f"name-{i}" for i in range(5000)]).endswith("name-29 and 4,970 more")
 
 
+def test_names_that_differ_in_case_alone_are_all_shown() -> None:
+    assert unknown_name("adapter", "zzz", ["SQL", "sql"]) == ("there is no adapter 'zzz'; there are SQL, sql")
+    assert unknown_name("adapter", "sqll", ["SQL", "sql"]).endswith("did you mean SQL or sql?")
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

@@ -121,4 +121,4 @@ def fetch_adapter(source: RemoteSource) -> Path:
         fetch, kept = partial(fetch_s3, source), kept_in(source)
     else:
         fetch, kept = partial(fetch_from_hub, source), cache_folder(source)
-    return fetch_at_least_rate(source.place, fetch, partial(bytes_below, kept))
+    return fetch_at_least_rate((kept, source), source.place, fetch, partial(bytes_below, kept))

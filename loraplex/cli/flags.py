@@ -7,7 +7,8 @@ Recent releases of typer show `<bool>` after every flag without a metavar, as if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from itertools import zip_longest
 from shutil import get_terminal_size
@@ -26,6 +27,12 @@ WITHOUT_VALUE: Final = ""
 _NO_VALUE: Final = ""
 _MIN_TABLE_COLUMNS: Final = 100
 """Terminal width from which a help table shows the full names of options."""
+_NUMBERS: Final = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+}
+"""Numbers by the kind of error that typer's validation of options has for them."""
 _ONLY_SERVERS: Final = "--adapter"
 """An option that only serving commands have."""
 
@@ -74,7 +81,7 @@ class _Command(TyperCommand):
         known = {name for each in params for name in each.opts}
         if _ONLY_SERVERS in known:
             refuse_vllm_options(args, known, ctx)
-        with naming_origins(ctx):
+        with naming_origins(ctx), _plain_words():
             rest = super().parse_args(ctx, _with_values(args, params))
         prefer_the_argument(ctx)
         return rest
@@ -102,6 +109,18 @@ class _Command(TyperCommand):
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> Any:
         return _without_values(super().get_params(ctx))
+
+
+@contextmanager
+def _plain_words() -> Iterator[None]:
+    """Say of what should be a number that it is none, instead of which parser refused it."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+        if details and (number := _NUMBERS.get(details[0]["type"])):
+            error.message = f"{details[0]['input']!r} is not {number}"
+        raise
 
 
 def _without_values(options: Sequence[Any]) -> Sequence[Any]:

@@ -50,7 +50,9 @@ _DOES_NOT_HOLD: Final = 1
 @app.command()
 def make(
     profile: ProfilePath,
-    out: Annotated[Path, typer.Option(help="Write the plan to this file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan to this file; default: only print its tables.")
+    ] = None,
     workload: Annotated[
         Path | None, typer.Option(help="A .jsonl file whose requests show rates and lengths.")
     ] = None,
@@ -123,8 +125,9 @@ def make(
     status is 1 if a GPU of the plan starves all the same, or misses a limit."""
     inputs = tuple(path for path in (profile, workload, adapters, surrogate) if path is not None)
     check_writable(out, "--out", inputs=inputs)
-    check_writable(json_out, inputs=(*inputs, out))
-    check_picture(plot, inputs=(*inputs, out))
+    taken = inputs if out is None else (*inputs, out)
+    check_writable(json_out, inputs=taken)
+    check_picture(plot, inputs=taken)
     check_finite(headroom=headroom)
     objective = _objective_of(slo_ttft, slo_itl)
     from loraplex.planner.make import PACKERS, make_plan
@@ -179,6 +182,8 @@ def make(
         show_plan(plan, checked, found)
         if others:
             show_alternatives(checked, others)
+        if out is None:
+            typer.echo("no file was written; --out PLAN.json writes the plan, for `check` and `apply`")
     if not checked.holds:
         raise typer.Exit(_DOES_NOT_HOLD)
 

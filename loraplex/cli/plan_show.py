@@ -105,9 +105,9 @@ def summary_of(plan: Plan, unit: str = "GPU") -> str:
 
 
 def show_alternatives(checked: PlanCheck, found: Sequence[Alternative]) -> None:
-    """Print the plan beside its alternatives."""
-    typer.echo("\nBeside it, for the same adapters:")
-    rows = [{"plan": "this plan", **_totals_of(checked)}]
+    """Print the plan beside its alternatives: `found`, which begins with the plan itself."""
+    typer.echo("\nBeside it, for the same adapters and requests:")
+    rows: list[dict[str, Any]] = []
     for each in found:
         known = {"found": each.why_not} if each.checked is None else _totals_of(each.checked)
         rows.append({"plan": each.name, **known})

@@ -101,7 +101,10 @@ def profile(
     warn_of_poor_fits(found, "run this again when the machine is idle")
     path = json_out or profile_path(found.subject)
     write_profile(path, found, environment(ENGINE_PACKAGES))
-    typer.echo(f"wrote {path}")
+    if json_out is None:
+        typer.echo(f"this profile is in use from now on: {path}; delete it to go back to guesses")
+    else:
+        typer.echo(f"wrote {path}")
 
 
 @app.command()

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from loraplex.perf.step_cost import RowCurve
 
 _POOR_R_SQUARED: Final = 0.5
+_POOR_MEAN_ERROR: Final = 0.5
+_LEAST_SAMPLES: Final = 5
+"""Samples below which R² says nothing: their variance may be noise alone. The mean error stands for it."""
 
 
 def print_costs(model: CostModel) -> None:
@@ -36,19 +39,25 @@ def print_costs(model: CostModel) -> None:
 def warn_of_poor_fits(model: CostModel, advice: str) -> bool:
     """Print a warning and return True if a cost explains little of the measurements. `advice`: how to fix
     it."""
+    known = {name.strip(): quality for name, _, quality in _rows(model) if quality is not None}
+    few = {name: quality for name, quality in known.items() if quality.num_samples < _LEAST_SAMPLES}
     poor = [
-        name.strip()
-        for name, _, quality in _rows(model)
-        if quality is not None and not quality.r_squared >= _POOR_R_SQUARED
+        name
+        for name, quality in known.items()
+        if name not in few and not quality.r_squared >= _POOR_R_SQUARED
     ]
-    if poor:
+    far_off = [name for name, quality in few.items() if not quality.mean_error <= _POOR_MEAN_ERROR]
+    found = [
+        *([f"R² of {', '.join(poor)} is under {_POOR_R_SQUARED:g}"] if poor else []),
+        *([f"the mean error of {', '.join(far_off)} is over {_POOR_MEAN_ERROR:.0%}"] if far_off else []),
+    ]
+    if found:
         typer.secho(
-            f"warning: R² of {', '.join(poor)} is under {_POOR_R_SQUARED:g}: other programs were probably "
-            f"running; {advice}",
+            f"warning: {', and '.join(found)}: other programs were probably running; {advice}",
             fg=typer.colors.YELLOW,
             err=True,
         )
-    return bool(poor)
+    return bool(found)
 
 
 def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
@@ -99,7 +108,7 @@ def _quality(quality: FitQuality | None) -> tuple[str, str, str, str]:
         return "", "", "", ""
     return (
         str(quality.num_samples),
-        f"{quality.r_squared:.3f}",
+        f"{quality.r_squared:.3f}" if quality.num_samples >= _LEAST_SAMPLES else "-",
         f"{quality.mean_error:.1%}",
         f"{quality.worst_error:.0%}",
     )

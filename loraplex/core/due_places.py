@@ -16,7 +16,8 @@ only the running ones to count, tenants that bound each other would all run ever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Final
 
 _MEAN_S: Final = 5.0
@@ -34,26 +35,40 @@ class DuePlaces:
 
     def __init__(self, share: Callable[[str], float]) -> None:
         self._share = share
-        self._means: dict[str, float] = {}
-        self._shares: dict[str, float] = {}  # of the tenants that use the engine
+        self._counts: Counter[str] = Counter()
+        self._means: dict[str, tuple[float, float]] = {}  # and when they were that
+        self._used: dict[str, float] = {}  # means of the tenants that use the engine
+        self._shares: dict[str, float] = {}
         self._sum_means = 0.0  # of these, as the sum of their shares
         self._sum_shares = 0.0
-        self._now_s = 0.0
         self._bounded: set[str] = set()
 
-    def observe(self, counts: Mapping[str, int], now_s: float) -> None:
-        """Record how many requests each tenant has now."""
-        weight = 1 - math.exp(-max(now_s - self._now_s, 0.0) / _MEAN_S)
-        self._now_s = now_s
-        for tenant in {*self._means, *counts}:
-            mean, count = self._means.get(tenant, 0.0), counts.get(tenant, 0)
-            self._means[tenant] = mean + weight * (count - mean)
-            if self._means[tenant] < _LEAST and count == 0:
+    def change(self, tenant: str, num_requests: int, now_s: float) -> None:
+        """Record that a tenant has so many requests more, or fewer."""
+        mean, count = self._mean(tenant, now_s), self._counts[tenant] + num_requests
+        assert count >= 0
+        _, before_s = self._means.get(tenant, (0.0, now_s))
+        self._means[tenant], self._counts[tenant] = (mean, max(now_s, before_s)), count
+        if count == 0:
+            del self._counts[tenant]
+
+    def observe(self, now_s: float) -> None:
+        """Decide who is bounded from now on."""
+        means = {each: self._mean(each, now_s) for each in self._means}
+        for tenant, mean in means.items():
+            if mean < _LEAST and tenant not in self._counts:
                 del self._means[tenant]
-        self._shares = {each: self._share(each) for each, mean in self._means.items() if mean >= _LEAST}
-        self._sum_means = sum(map(self._means.__getitem__, self._shares))
+        self._used = {each: mean for each, mean in means.items() if mean >= _LEAST}
+        self._shares = {each: self._share(each) for each in self._used}
+        self._sum_means = sum(self._used.values())
         self._sum_shares = sum(self._shares.values())
-        self._bounded = {each for each in self._shares if self._is_beyond(each)}
+        self._bounded = {each for each in self._used if self._is_beyond(each)}
+
+    def _mean(self, tenant: str, now_s: float) -> float:
+        """Return the mean by now. The count has been what it is since the last change."""
+        mean, at_s = self._means.get(tenant, (0.0, now_s))
+        weight = 1 - math.exp(-max(now_s - at_s, 0.0) / _MEAN_S)
+        return mean + weight * (self._counts[tenant] - mean)
 
     def due(self, tenant: str) -> float | None:
         """Return how many requests a tenant is due to run; None while nothing bounds it."""
@@ -62,7 +77,7 @@ class DuePlaces:
     def _is_beyond(self, tenant: str) -> bool:
         """Return whether a tenant is bounded from now on."""
         due, times = self._due(tenant), 1.0 if tenant in self._bounded else _BURST
-        return due is not None and self._means[tenant] > times * due
+        return due is not None and self._used[tenant] > times * due
 
     def _due(self, tenant: str) -> float | None:
         """Return how many requests a tenant is due to run; None if nobody else uses the engine."""
@@ -71,7 +86,7 @@ class DuePlaces:
         others_share = self._sum_shares - own_share
         if others_share <= 0:
             return None
-        others_mean = self._sum_means - self._means[tenant]
+        others_mean = self._sum_means - self._used[tenant]
         return max(own_share / others_share * others_mean, 1.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
@@ -27,11 +28,13 @@ def no_server(base_url: str, reason: object) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return a message that there is no such name, with similar names, or all known ones if none is
     similar."""
-    names = {each.lower(): each for each in known}
-    near = [names[each] for each in difflib.get_close_matches(name.lower(), names)]
+    names, by_lowered = list(dict.fromkeys(known)), defaultdict[str, list[str]](list)
+    for each in names:
+        by_lowered[each.lower()].append(each)
+    near = [each for key in difflib.get_close_matches(name.lower(), by_lowered) for each in by_lowered[key]]
     if near:
         return f"there is no {kind} {name!r}; did you mean {' or '.join(near)}?"
     num_more = len(names) - _MAX_NAMED
-    shown = ", ".join(list(names.values())[:_MAX_NAMED]) or "none"
+    shown = ", ".join(names[:_MAX_NAMED]) or "none"
     more = f" and {num_more:,} more" if num_more > 0 else ""
     return f"there is no {kind} {name!r}; there are {shown}{more}"

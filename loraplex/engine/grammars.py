@@ -27,6 +27,7 @@ from loraplex.engine.schema_rules import (
     closed_schema,
     ends_in_escape,
     refuse_large_multiples,
+    refuse_many_repetitions,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ _TOO_LARGE: Final = {
     ),
     "takes too much work; make repetitions and lengths smaller": (
         "lexer error",
+        "lexer precomputation failed",
         "parser error",
         "fuel exhausted",
     ),
@@ -291,6 +293,8 @@ def _grammar_of(wanted: StructuredOutput) -> str:
     try:
         if wanted.kind in (OutputKind.JSON, OutputKind.GRAMMAR):
             refuse_large_multiples(wanted.text)
+        if wanted.kind is not OutputKind.CHOICE:
+            refuse_many_repetitions(wanted.text)
         match wanted.kind:
             case OutputKind.JSON | OutputKind.JSON_OBJECT:
                 schema = _ANY_OBJECT if wanted.kind is OutputKind.JSON_OBJECT else closed_schema(wanted.text)

@@ -18,8 +18,14 @@ _MANY_PARTS: Final = ("allOf", "if", "dependentSchemas", "unevaluatedProperties"
 _SAY_MORE: Final = ("additionalProperties", "patternProperties")
 _MOST_REMAINDERS: Final = 30_000
 """States that llguidance may make to divide by `multipleOf`: this many take a fifth of a second."""
+_MOST_BOUNDED: Final = 1_000
+"""The same for numbers with bounds, each digit of which multiplies the states."""
+_BOUNDS: Final = ('"minimum"', '"maximum"', '"exclusiveMinimum"', '"exclusiveMaximum"')
 _MOST_DIGITS: Final = 7
 """Digits of a number that suffice to see that it is above that."""
+_REPEATED: Final = ("*", "+", ",}")
+_MOST_REPETITIONS: Final = 1_000
+"""These take a third of a second."""
 _ESCAPED: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
 
@@ -80,10 +86,21 @@ def refuse_large_multiples(text: str) -> None:
         with suppress(InvalidOperation):  # whoever compiles it says what is wrong
             digits = Decimal(found).normalize().as_tuple().digits
             divisors.append(int("".join(map(str, digits[:_MOST_DIGITS]))) or 1)
-    if max(math.lcm(*divisors), sum(divisors)) > _MOST_REMAINDERS:
+    most = _MOST_BOUNDED if any(each in text for each in _BOUNDS) else _MOST_REMAINDERS
+    if max(math.lcm(*divisors), sum(divisors)) > most:
         raise ValueError(
             "multipleOf takes too much work; use numbers whose sum and least common multiple are up to "
-            f"{_MOST_REMAINDERS:,}, their trailing zeros left out, or leave it out and check the answer"
+            f"{most:,}, their trailing zeros left out, or leave it out and check the answer"
+        )
+
+
+def refuse_many_repetitions(text: str) -> None:
+    """Raise ValueError if an expression, or a schema with expressions, repeats too often without an end. The
+    work for that grows with the square, before any limit of llguidance."""
+    num_repetitions = sum(map(text.count, _REPEATED))
+    if num_repetitions > _MOST_REPETITIONS:
+        raise ValueError(
+            f"it repeats {num_repetitions:,} times with * and +; use up to {_MOST_REPETITIONS:,} of them"
         )
 
 

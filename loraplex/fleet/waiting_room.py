@@ -11,8 +11,8 @@ are
     of its own tenant, those of its own or a lower `priority`
 
 so whoever asks for more than its share waits for its own requests, and is refused first. A request with an
-objective for the time per token is refused as well if it, or with it the others, would be too slow by
-prediction: in the batch that it would run in.
+objective for the time per token is refused as well if it would be too slow itself, by prediction: in the
+batch that it would run in.
 
 The number of waiting requests is limited, too. Half of the places are reserved for tenants with rights, by
 their shares, so that no tenant can fill all of them.
@@ -73,11 +73,12 @@ class WaitingRoom:
     ) -> None:
         self.admission: Final = Admission(max_ttft_s)
         self._admissions: dict[str, Admission] = {}
-        self._paces = Admission(None)  # corrects the time for each later token
+        self._paces = Admission(None)  # corrects the time for each later token, which all of a step share
         self._max_borrowing = max_borrowing
-        self._is_bounding = max_borrowing is not None  # engines bound what a tenant runs beyond its share
+        self._now_s = 0.0
         self._places = DuePlaces(self._share)
         self._num_running: Counter[str] = Counter()  # requests with a first token, by tenant
+        self._running: Counter[Caller] = Counter()  # the same, by sender
         self._max_requests = max_requests
         self._policies: Mapping[str, TenantPolicy] = {}
         self._lines: dict[str, dict[int, _Line]] = {}
@@ -91,9 +92,6 @@ class WaitingRoom:
     def set_policies(self, policies: Iterable[TenantPolicy]) -> None:
         """Replace the rights of tenants."""
         self._policies = {each.name: each for each in policies}
-        self._is_bounding = self._max_borrowing is not None or any(
-            each.slo_tpt is not None for each in self._policies.values()
-        )
         self._admissions = {
             name: self._admissions.get(name) or Admission(self.admission.max_ttft_s)
             for name in self._policies
@@ -142,22 +140,30 @@ class WaitingRoom:
         """Return whether a prediction decides on a request."""
         return self.limit_s(caller).limit_s is not None or self.pace_s(caller) is not None
 
+    def pass_time(self, now_s: float) -> None:
+        """Set the time at which requests come and go from now on."""
+        self._now_s = now_s
+
     def observe(self, now_s: float) -> None:
-        """Record what tenants ask for now. Called before `before`."""
-        if self._is_bounding:
-            self._places.observe(self._num_by_tenant + self._num_running, now_s)
+        """Decide which tenants are bounded from now on. Called whenever a request arrives."""
+        self.pass_time(now_s)
+        self._places.observe(now_s)
 
     def _share(self, tenant: str) -> float:
         policy = self._policies.get(tenant)
         return 1.0 if policy is None else policy.share
 
-    def _due(self, tenant: str) -> float | None:
-        """Return how many requests a tenant is due to run; None if nothing bounds it."""
-        return self._places.due(tenant) if self._is_bounding else None
+    def _bounds(self, tenant: str) -> float | None:
+        """Return how many requests a tenant is due to run; None if nothing bounds it: neither `max_borrowing`
+        nor objectives of others that run. As `scheduling.borrowing` decides it."""
+        if self._max_borrowing is None and not self._paces_of_others(tenant):
+            return None
+        return self._places.due(tenant)
 
     def _is_held(self, tenant: str) -> bool:
-        """Return whether a tenant has as many requests as it may run, so that others come first."""
-        due = None if self._max_borrowing is None else self._due(tenant)
+        """Return whether a tenant has as many requests as it may run, so that others come first. As far as
+        objectives let it run more, it has not: the batch that decides on that is unknown here."""
+        due = None if self._max_borrowing is None else self._bounds(tenant)
         return due is not None and self._num_running[tenant] >= due
 
     def before(self, caller: Caller, others: int = 0, other_tokens: int = 0, num_tokens: int = 1) -> Admitted:
@@ -168,7 +174,7 @@ class WaitingRoom:
         before = [line for priority, line in own.items() if priority <= caller.priority]
         ahead += sum(line.num_tokens for line in before)
         ahead += self._others_before(caller, (ahead + num_tokens) / self._share(caller.tenant))
-        due, bounded = self._due(caller.tenant), None
+        due, bounded = self._bounds(caller.tenant), None
         if due is not None:
             num_before = self._num_running[caller.tenant] + others + sum(line.num_encoded for line in before)
             bounded = Bounded(num_before, due, self._max_borrowing, self._paces_of_others(caller.tenant))
@@ -203,13 +209,9 @@ class WaitingRoom:
         return 0 if policy is None else policy.priority
 
     def _paces_of_others(self, tenant: str) -> tuple[float, ...]:
-        """Return the objectives for the time per token of the other tenants that have running requests."""
-        found = {
-            policy.slo_tpt
-            for name, policy in self._policies.items()
-            if policy.slo_tpt is not None and name != tenant and self._num_running[name]
-        }
-        return tuple(sorted(found))
+        """Return the objectives for the time per token of the other tenants' running requests."""
+        paces = {self.pace_s(each) for each in self._running if each.tenant != tenant}
+        return tuple(sorted(pace_s for pace_s in paces if pace_s is not None))
 
     def judge(self, predicted: Forecast, caller: Caller, waited_s: float = 0.0) -> Verdict | None:
         """Decide on a request with this prediction; None if nothing limits it."""
@@ -279,12 +281,18 @@ class WaitingRoom:
         """Record that a waiting request runs, as its first token came; `ended` must follow."""
         self.leave(caller, num_tokens)
         self._num_running[caller.tenant] += 1
+        self._running[caller] += 1
+        self._places.change(caller.tenant, 1, self._now_s)  # it neither came nor left
 
     def ended(self, caller: Caller) -> None:
         """Record that a running request has ended."""
         self._num_running[caller.tenant] -= 1
         if self._num_running[caller.tenant] == 0:
             del self._num_running[caller.tenant]
+        self._running[caller] -= 1
+        if self._running[caller] == 0:
+            del self._running[caller]
+        self._places.change(caller.tenant, -1, self._now_s)
 
     def leave(self, caller: Caller, num_tokens: int | None) -> None:
         """Record that a request waits no longer. `num_tokens`: None if they were not known."""
@@ -306,6 +314,7 @@ class WaitingRoom:
         return self._lines.setdefault(caller.tenant, {}).setdefault(caller.priority, _Line())
 
     def _count(self, tenant: str, change: int) -> None:
+        self._places.change(tenant, change, self._now_s)
         reserved, used = self._reserved.get(tenant, 0), self._num_by_tenant[tenant]
         self._num_unused += max(reserved - used - change, 0) - max(reserved - used, 0)
         self._num_by_tenant[tenant] = used + change

@@ -1,4 +1,4 @@
-"""Alternatives to a plan, simulated as the plan is: one GPU more or less, and the baselines' plans."""
+"""A plan beside one GPU more or less and the baselines' plans, all simulated on the same requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from loraplex.planner.packing.packer import NotEnoughGpusError
 from loraplex.planner.plan import Plan
 from loraplex.planner.plan_file import demand_of
 
+THIS_PLAN: Final = "this plan"
 _SEEDS: Final = (0,)
-"""Alternatives are there to compare roughly: the seed that packers judge by is enough."""
+"""Plans are compared roughly: the seed that packers judge by is enough. One plan's figures with other seeds
+are of other requests, and must not stand beside these."""
 
 _MOST_TIMES: Final = 4
 """Times the plan's GPUs up to which the baselines' number is looked for."""
@@ -36,9 +38,13 @@ class Alternative:
 def alternatives(
     plan: Plan, profile: Profile, report: Callable[[str, float], None] = lambda name, share: None
 ) -> Iterator[Alternative]:
-    """Yield what one GPU more and one less would change, then the plan of each baseline for the same demand,
-    with the least GPUs that will do. `report`: gets the name of the next, and the share that is done."""
-    made: list[tuple[str, Callable[[], Plan]]] = [("one GPU more", lambda: with_one_more(plan))]
+    """Yield the plan itself, what one GPU more and one less would change, then the plan of each baseline for
+    the same demand, with the least GPUs that will do. `report`: gets the name of the next, and the share that
+    is done."""
+    made: list[tuple[str, Callable[[], Plan]]] = [
+        (THIS_PLAN, lambda: plan),
+        ("one GPU more", lambda: with_one_more(plan)),
+    ]
     if len(plan.gpus) > 1:
         made.append(("one GPU less", lambda: with_one_less(plan)))
     demand = demand_of(plan)

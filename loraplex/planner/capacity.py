@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from loraplex.planner.dataset import Dataset
-from loraplex.planner.features import STD_RATE, SUM_RATE, features_of
+from loraplex.planner.features import NUM_PAPER_FEATURES, STD_RATE, SUM_RATE, features_of, with_ratios
 from loraplex.planner.grid import draw, whole_grid
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.slot_state import Floats
@@ -99,6 +99,7 @@ def _drawn_points(boosted: Any, request_tokens: float) -> Floats:
         share = request_tokens * scaled[:, SUM_RATE] / np.exp(boosted.predict(scaled))
         factor = np.exp(rng.uniform(-_SPREAD, _SPREAD, len(scaled))) / share
         scaled[:, [SUM_RATE, STD_RATE]] *= factor[:, None]
+        scaled = with_ratios(scaled[:, :NUM_PAPER_FEATURES]).astype(np.float64)
     return np.concatenate((of_grid, scaled))
 
 

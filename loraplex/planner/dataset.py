@@ -31,12 +31,18 @@ from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import Demand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, features_of
+from loraplex.planner.features import (
+    FEATURE_UNITS,
+    NUM_PAPER_FEATURES,
+    PAPER_FEATURES,
+    features_of,
+    with_ratios,
+)
 from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
 from loraplex.planner.traffic import LengthsOf
 from loraplex.planner.trained_on import TrainedOn, fingerprint
 from loraplex.planner.trial import most_of_base_model
-from loraplex.twin.predict_run import predict_requests, run_limits
+from loraplex.twin.predict_run import Predicted, predict_requests, run_limits
 from loraplex.twin.run_workload import AdapterMix, Lengths, draw_requests
 from loraplex.twin.slot_state import Flags, Floats, Limits
 
@@ -45,13 +51,21 @@ KIND: Final = "planner dataset"
 DURATION_S: Final = 3600.0
 _COLUMNS: Final = (
     "point",
-    *FEATURE_NAMES,
+    *PAPER_FEATURES,
     "offered_tok_s",
     "throughput_tok_s",
     "is_starved",
 )
 _TOKENS: Final = "prompt and answer tokens per second"
-_UNITS: Final = {**FEATURE_UNITS, "offered_tok_s": _TOKENS, "throughput_tok_s": _TOKENS}
+_UNITS: Final = {
+    **{name: FEATURE_UNITS[name] for name in PAPER_FEATURES},
+    "offered_tok_s": _TOKENS,
+    "throughput_tok_s": _TOKENS,
+}
+_FLOOD_S: Final = 600.0
+_FLOOD_TIMES_BASE: Final = 1.3
+"""Requests of a flood, as a multiple of the most that a GPU serves of the base model."""
+_LEAST_RPS: Final = 1e-3
 _PREPARED_PER_CORE: Final = 2
 _LONGEST_DRAWN: Final = 4096
 """Tokens of a request above which none is drawn; a GPU must have memory for it."""
@@ -94,11 +108,10 @@ class Simulated:
             return _LONGEST_DRAWN
         return max(round(self.lengths.prompt), 1) + max(round(self.lengths.output), 1)
 
-    def points(self) -> list[GridPoint]:
-        """Return the paper's grid, and the same with rates near what a GPU serves."""
+    def flood_rps(self) -> float:
+        """Return requests per second that are more than any GPU serves."""
         demand = Demand(adapters=(), prompt_tokens=self.lengths.prompt, output_tokens=self.lengths.output)
-        base_rps = most_of_base_model(self.profile, demand) / demand.request_tokens
-        return [*whole_grid(), *scaled_grid(base_rps)]
+        return _FLOOD_TIMES_BASE * most_of_base_model(self.profile, demand) / demand.request_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,12 +147,12 @@ def make_dataset(
     progress: Report | None = None,
 ) -> int:
     """Simulate until the file has `num_rows`, or all of the grid if None, on all cores; return how many rows
-    it has then. Continues a file of the same engine, lengths and seed. `points`: None for those of
-    `simulated`.
+    it has then. Continues a file of the same engine, lengths and seed. `points`: None for the paper's grid,
+    and the same with rates near what a GPU serves.
 
     Points whose slots leave no memory for a request are left out.
     """
-    points = simulated.points() if points is None else points
+    points = [*whole_grid(), *scaled_grid()] if points is None else points
     try:
         with path.open("a+b") as file:
             return _continue(path, file, simulated, points, num_rows, progress)
@@ -166,7 +179,7 @@ def read_dataset(path: Path) -> Dataset:
         raise DatasetError(f"{path}: {error}; {_ADVICE}") from error
     return Dataset(
         trained_on=trained_on,
-        features=rows[:, 1:-3].astype(np.float32).astype(np.float64),
+        features=with_ratios(rows[:, 1:-3]).astype(np.float64),
         offered_tok_s=rows[:, -3],
         throughput_tok_s=rows[:, -2],
         is_starved=rows[:, -1] != 0,
@@ -285,9 +298,10 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """`rng`: the requests are drawn with it, after the adapters."""
+    """`share`: of the point. `rng`: the requests are drawn with it, after the adapters."""
 
     point: int
+    share: float | None
     drawn: Drawn
     limits: Limits
     rng: np.random.Generator
@@ -306,7 +320,7 @@ def _fitting(simulated: Simulated, points: Sequence[GridPoint], left: Iterable[i
             duration_s=simulated.duration_s,
         )
         if limits is not None:
-            yield _Task(number, drawn, limits, rng)
+            yield _Task(number, points[number].share, drawn, limits, rng)
 
 
 def _simulate_all(simulated: Simulated, tasks: Iterator[_Task], most: int) -> Iterator[list[float]]:
@@ -314,10 +328,11 @@ def _simulate_all(simulated: Simulated, tasks: Iterator[_Task], most: int) -> It
     that was not."""
     num_cores = len(os.sched_getaffinity(0))
     running: deque[Future[list[float]]] = deque()
+    flood_rps = simulated.flood_rps()
     pool = ThreadPoolExecutor(num_cores)  # threads: compiled code runs without the interpreter's lock
     try:
         for task in itertools.islice(tasks, most):
-            running.append(pool.submit(_simulate, simulated, task))
+            running.append(pool.submit(_simulate, simulated, task, flood_rps))
             if len(running) >= num_cores * _PREPARED_PER_CORE:
                 yield running.popleft().result()
         while running:
@@ -326,19 +341,32 @@ def _simulate_all(simulated: Simulated, tasks: Iterator[_Task], most: int) -> It
         pool.shutdown(cancel_futures=True)
 
 
-def _simulate(simulated: Simulated, task: _Task) -> list[float]:
-    drawn, rng, duration_s = task.drawn, task.rng, simulated.duration_s
-    num_requests = max(int(rng.poisson(drawn.rates_rps.sum() * duration_s)), 1)
+def _simulate(simulated: Simulated, task: _Task, flood_rps: float) -> list[float]:
+    """Return the row of a point."""
+    rates_rps = task.drawn.rates_rps
+    if task.share is not None:
+        shares = rates_rps / rates_rps.sum()
+        _, flooded = _run(simulated, task, flood_rps * shares, _FLOOD_S)
+        rates_rps = max(task.share * flooded.total_tok_s / sum(simulated.lengths), _LEAST_RPS) * shares
+    offered_tok_s, found = _run(simulated, task, rates_rps, simulated.duration_s)
+    features = features_of(rates_rps, task.drawn.ranks, task.drawn.num_slots)[:NUM_PAPER_FEATURES]
+    return [task.point, *features.tolist(), offered_tok_s, found.total_tok_s, int(found.is_starved)]
+
+
+def _run(simulated: Simulated, task: _Task, rates_rps: Floats, duration_s: float) -> tuple[float, Predicted]:
+    """Simulate adapters with these rates. Return the tokens per second that are offered, and the figures."""
+    rng, ranks = task.rng, task.drawn.ranks
     requests = draw_requests(
         rng,
-        drawn.rates_rps,
+        rates_rps,
         simulated.lengths,
-        num_requests=num_requests,
+        num_requests=max(int(rng.poisson(rates_rps.sum() * duration_s)), 1),
         duration_s=duration_s,
         mean_lengths=simulated.lengths_of is LengthsOf.MEAN,
     )
-    mix = AdapterMix(ranks=drawn.ranks, order=rng.permutation(len(drawn.ranks)))
+    mix = AdapterMix(ranks=ranks, order=rng.permutation(len(ranks)))
     offered_tok_s = int((requests.prompt_tokens + requests.output_tokens).sum()) / duration_s
-    found = predict_requests(simulated.profile, task.limits, requests, mix, offered_tok_s=offered_tok_s)
-    features = features_of(drawn.rates_rps, drawn.ranks, drawn.num_slots)
-    return [task.point, *features.tolist(), offered_tok_s, found.total_tok_s, int(found.is_starved)]
+    limits = task.limits._replace(until_s=duration_s)
+    return offered_tok_s, predict_requests(
+        simulated.profile, limits, requests, mix, offered_tok_s=offered_tok_s
+    )

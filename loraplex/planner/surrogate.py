@@ -1,5 +1,5 @@
 """A trained surrogate: predicts throughput and starvation of a GPU within microseconds, where the twin takes
-a good part of a second."""
+about a tenth of a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
-from loraplex.planner.features import FEATURE_NAMES, MAX_SIZE, SUM_RATE, Features, slot_features
+from loraplex.planner.features import MAX_SIZE, PAPER_FEATURES, SUM_RATE, Features, slot_features
 from loraplex.planner.judge import Verdict
 from loraplex.planner.plan import slot_rank
 from loraplex.planner.trained_on import TrainedOn, fingerprint
@@ -39,9 +39,9 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Surrogate:
-    """Forests for one profile and length of requests. `ranges`: least and greatest value of each
-    feature in training, one row per feature. `throughput`: what a GPU serves, if so much is offered; the
-    logarithm of it if `in_logarithms`. `starvation`: share of votes that it starves; None if that follows
+    """Forests for one profile and length of requests. `ranges`: least and greatest value of each of the
+    paper's features in training, one row per feature. `throughput`: what a GPU serves, if so much is offered;
+    the logarithm of it if `in_logarithms`. `starvation`: share of votes that it starves; None if that follows
     from the throughput. `accuracy`: by measure, on runs not trained on, for people."""
 
     trained_on: TrainedOn
@@ -76,13 +76,13 @@ class Surrogate:
         return np.minimum(most_tok_s, offered_tok_s), is_starved
 
     def _named(self, outside: int) -> tuple[str, ...]:
-        return tuple(name for place, name in enumerate(FEATURE_NAMES) if outside >> place & 1)
+        return tuple(name for place, name in enumerate(PAPER_FEATURES) if outside >> place & 1)
 
 
 @numba.njit(cache=True, nogil=True)
 def _predict(throughput, ranges, features):  # type: ignore[no-untyped-def]
     outside = 0
-    for place in range(len(features)):
+    for place in range(len(ranges)):
         if not ranges[place, 0] <= features[place] <= ranges[place, 1]:
             outside |= 1 << place
     return forest_value(throughput, features), outside
@@ -120,7 +120,7 @@ class SurrogateJudge:
 
     def outside_range(self) -> list[str]:
         """Return in words what was asked for outside the training range; nothing if all was within."""
-        names, ranges = FEATURE_NAMES, self._surrogate.ranges
+        names, ranges = PAPER_FEATURES, self._surrogate.ranges
         return [
             f"{name} {_span(*self._outside[name])}, trained on {_span(*ranges[place].tolist())}"
             for place, name in enumerate(names)
@@ -129,7 +129,7 @@ class SurrogateJudge:
 
     def _remember(self, features: Features, outside: Sequence[str]) -> None:
         for name in outside:
-            value = float(features[FEATURE_NAMES.index(name)])
+            value = float(features[PAPER_FEATURES.index(name)])
             least, most = self._outside.get(name, (value, value))
             self._outside[name] = min(least, value), max(most, value)
 

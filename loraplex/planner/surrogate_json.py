@@ -27,7 +27,7 @@ from loraplex.core.whole_file import write_whole
 from loraplex.perf.profile_json import JsonObject, unique_keys
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import PlanError
-from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS
+from loraplex.planner.features import FEATURE_NAMES, FEATURE_UNITS, PAPER_FEATURES
 from loraplex.planner.surrogate import Surrogate, check_profile
 from loraplex.planner.trained_on import TrainedOn
 from loraplex.planner.trees import LEAF, Forest
@@ -56,7 +56,7 @@ def surrogate_to_json(surrogate: Surrogate, environment: Mapping[str, Any] | Non
         "version": VERSION,
         "kind": KIND,
         "trained_on": surrogate.trained_on.as_json(),
-        "ranges": dict(zip(names, surrogate.ranges.tolist(), strict=True)),
+        "ranges": dict(zip(PAPER_FEATURES, surrogate.ranges.tolist(), strict=True)),
         "units": {**{name: FEATURE_UNITS[name] for name in names}, **_UNITS},
         "in_logarithms": surrogate.in_logarithms,
         "throughput": _forest_to_json(surrogate.throughput),
@@ -113,7 +113,7 @@ def surrogate_from_json(text: str) -> Surrogate:
     starvation = top.optional("starvation")
     surrogate = Surrogate(
         trained_on=TrainedOn.of_json(top.take("trained_on")),
-        ranges=_ranges(top.child("ranges"), names),
+        ranges=_ranges(top.child("ranges"), PAPER_FEATURES),
         throughput=_forest(top.child("throughput"), len(names)),
         starvation=None if starvation is None else _forest(starvation, len(names)),
         in_logarithms=top.flag("in_logarithms"),

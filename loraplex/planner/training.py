@@ -15,6 +15,7 @@ from loraplex.core.errors import UserError
 from loraplex.core.progress import Report
 from loraplex.planner import capacity
 from loraplex.planner.dataset import Dataset, DatasetError
+from loraplex.planner.features import NUM_PAPER_FEATURES
 from loraplex.planner.searches import (
     ModelKind,
     Options,
@@ -55,7 +56,7 @@ class Trained:
     train_s: float
 
     def accuracy(self, held_out: Dataset) -> dict[str, float]:
-        features = held_out.features
+        features = held_out.features[:, :NUM_PAPER_FEATURES]
         return accuracy(self.throughput.predict(features), self.starvation.predict(features), held_out)
 
 
@@ -152,7 +153,8 @@ def train(
     num_jobs: int | None = -1,
     progress: Report | None = None,
 ) -> Trained:
-    """Search for the best model of this kind and fit it to all rows. `num_jobs`: as in scikit-learn."""
+    """Search for the best model of this kind and fit it to all rows, to the features of the paper.
+    `num_jobs`: as in scikit-learn."""
     _check(rows)
     began_s = time.monotonic()
     regressor, classifier = _models(kind)
@@ -203,9 +205,10 @@ def forest_surrogate(trained: Trained, rows: Dataset) -> Surrogate:
 def _surrogate(
     throughput: Forest, starvation: Forest | None, rows: Dataset, *, in_logarithms: bool = False
 ) -> Surrogate:
+    known = rows.features[:, :NUM_PAPER_FEATURES]
     return Surrogate(
         trained_on=rows.trained_on,
-        ranges=np.stack((rows.features.min(axis=0), rows.features.max(axis=0)), axis=1),
+        ranges=np.stack((known.min(axis=0), known.max(axis=0)), axis=1),
         throughput=throughput,
         starvation=starvation,
         in_logarithms=in_logarithms,
@@ -289,7 +292,7 @@ class _Searches:
             n_jobs=self.num_jobs,
         )
         with _quiet():
-            return found.fit(self.rows.features, values)
+            return found.fit(self.rows.features[:, :NUM_PAPER_FEATURES], values)
 
 
 @contextmanager

@@ -8,13 +8,14 @@ A request is admitted, in the order of the queue, once
     its first chunk fits the step's budget
     there are KV blocks for its whole prompt, beside those promised to requests that run already
 
-No request overtakes one that found no memory. Lines of batches that run give way to live requests that lack
-nothing but a place or memory.
+No request overtakes one that found no memory. A running line of a batch gives its place, or as many as are
+needed their memory, to a live request that lacks nothing else, and that is admitted in the same step; with
+copies of KV blocks to the host, as soon as these have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Final
 
@@ -59,9 +60,12 @@ class Admission:
         self._waiting = queues.waiting
         self._running = queues.running
         self._slots = queues.slots
+        self._fair = queues.fair
         self._pressure = pressure
         self._swapping = swapping
         self._borrowing = borrowing
+        self.on_give_way: Callable[[RequestState], None] = lambda line: None
+        """Called before a running line of a batch is preempted, which may have a chunk in the step."""
 
     def bring_in(self) -> None:
         """Choose the order of waiting requests, where that is not the order of arrival, and start loads and
@@ -88,31 +92,10 @@ class Admission:
         """Return whether a waiting request could run, as far as its adapter and its tokens are concerned."""
         return self._pins.is_ready(sequence) and sequence.num_unknown == 0
 
-    def make_way(self) -> list[RequestState]:
-        """Preempt running lines of batches, the youngest first, for live requests that could run in their
-        places, or in their memory; return them. Called before a step is decided."""
-        if not any(each.is_line for each in self._running) or self._batcher.displaces:
-            return []
-        lines = [each for each in self._running if each.is_line]
-        self._waiting.arrange(max(self._config.prefetch_depth, self._config.max_running))
-        bounded: set[str] = set()
-        live = [
-            each
-            for each in self._waiting.ready(self._config.max_running)
-            if not each.is_line and self._may_admit(each) and not self._pins.is_arriving(each)
-            if self._slots.has_room_for(each.adapter) and not self._is_bounded(each, bounded)
-        ]
-        num_wanted = len(live) - max(self._config.max_running - len(self._running), 0)
-        if self._pins.short in live and self._pool.num_free_soon == 0:
-            num_wanted = max(num_wanted, 1)
-        victims = lines[::-1][: max(num_wanted, 0)]
-        for victim in victims:
-            self._queues.preempt(victim)
-        return victims
-
     def admit(self, chunks: list[Chunk], budget: float, preempted: list[RequestState]) -> None:
         """Admit waiting requests, and add their chunks. `preempted`: paused requests that had to give up
-        their memory, where nothing else runs, are added here."""
+        their memory, where nothing else runs, and lines of batches that gave way are added here; chunks of
+        such lines are removed."""
         self._pins.short = None
         # No request overtakes one that was refused memory for its adapter: it would take that memory.
         refused = self._pins.refused if self._memory.shared else None
@@ -122,7 +105,10 @@ class Admission:
         bounded: set[str] = set()  # tenants that may not run more
         is_live_behind_copies = False
         for sequence in self._candidates():
-            if budget < 1 or not self._has_place_for(sequence):
+            if budget < 1:
+                break
+            has_place = self._has_place_for(sequence)
+            if not has_place and not self._lines_behind(sequence):
                 break
             if refused is not None and sequence.queue_position > refused.queue_position:
                 break
@@ -151,6 +137,14 @@ class Admission:
             while num_tokens == 0 and self._pressure.preempt_paused(preempted):
                 num_promised = self._all_promised_blocks()
                 num_tokens = self._start(sequence, budget, num_promised)
+            while num_tokens == 0 and self._can_lines_free(sequence, budget, num_promised):
+                self._give_way(self._lines_behind(sequence)[-1], chunks, preempted)
+                has_place = True
+                num_promised = self._all_promised_blocks()
+                num_tokens = self._start(sequence, budget, num_promised)
+            if num_tokens > 0 and not has_place:
+                self._give_way(self._lines_behind(sequence)[-1], chunks, preempted)
+                num_promised = self._all_promised_blocks()
             if num_tokens == 0:
                 self._pins.short = sequence
                 self._pressure.give_up_last(sequence.queue_position + 1)
@@ -177,13 +171,54 @@ class Admission:
 
     def _candidates(self) -> Iterable[RequestState]:
         """Return the waiting requests that the step's batch allows, in the order in which they may run."""
-        if not self._batcher.pauses:
+        if not self._batcher.pauses and not any(each.is_line for each in self._running):
             return self._waiting.candidates()
+        # A list: requests that give way enter the queue meanwhile.
         ready = self._waiting.ready(self._config.max_running)
         if not self._batcher.displaces:  # nor does any request overtake another one
             return takewhile(lambda each: self._batcher.batch.allows(each.adapter), ready)
         ready.sort(key=lambda each: each.turn)
         return self._batcher.batch.select(ready, len(ready))
+
+    # ---- lines of batches that give way
+
+    def _lines_behind(self, sequence: RequestState) -> list[RequestState]:
+        """Return the running lines of batches that give way to a request, the first to do so last. None gives
+        way to one of a tenant that is served after its own, nor in the step that it is admitted in."""
+        if sequence.is_line or self._batcher.displaces:
+            return []
+        rank = self._fair.rank
+        own_rank = rank(sequence.request.tenant)
+        return [
+            each
+            for each in self._running
+            if each.is_line and each not in self._waiting and rank(each.request.tenant) >= own_rank
+        ]
+
+    def _can_lines_free(self, sequence: RequestState, budget: float, num_promised: int) -> bool:
+        """Return whether a request that is short of memory would have enough if lines of batches gave way,
+        and none is about to be free."""
+        lines = self._lines_behind(sequence)
+        if not lines or self._pool.num_free_soon > 0:
+            return False
+        cached = self._cached_blocks(sequence)
+        self._pool.share(cached)
+        num_cached, num_tokens = len(cached) * self._pool.block_size, len(sequence.token_ids)
+        missing = self._pool.blocks_for(num_tokens) - len(cached)
+        promised = num_promised - sum(map(self._promised_blocks, lines))
+        num_free = self._pool.num_obtainable + self._pool.num_freed_by(each.block_ids for each in lines)
+        self._pool.release(cached)
+        fits_step = self._first_chunk(num_tokens - num_cached, num_cached, budget) > 0
+        return fits_step and promised + missing <= num_free
+
+    def _give_way(self, line: RequestState, chunks: list[Chunk], preempted: list[RequestState]) -> None:
+        """Preempt a line of a batch, and take its chunk out of the step."""
+        self.on_give_way(line)
+        chunks[:] = [each for each in chunks if each.request_id != line.request_id]
+        if line in self._queues.paused:
+            self._queues.paused.remove(line)
+        self._queues.preempt(line)
+        preempted.append(line)
 
     # ---- memory
 
@@ -198,9 +233,7 @@ class Admission:
         """Allocate blocks for a first chunk after the cached prefix, and return its tokens; 0 if memory is
         short. There must be memory for all that the request has to compute, beside the blocks promised to
         running requests. If none runs, or prompts are not cut, memory for the first chunk is enough."""
-        searches = sequence.request.params.prompt_logprobs is None
-        salt = sequence.request.cache_salt
-        cached = self._pool.match(sequence.adapter, sequence.token_ids, salt) if searches else []
+        cached = self._cached_blocks(sequence)
         self._pool.share(cached)
         num_cached = len(cached) * self._pool.block_size
         num_tokens = self._first_chunk(len(sequence.token_ids) - num_cached, num_cached, budget)
@@ -227,9 +260,15 @@ class Admission:
         if sequence.num_cached is None:
             sequence.num_cached = min(num_cached, sequence.num_prompt)
             self._waiting.admitted(sequence, self._batcher.now_s)
-        if searches:
+        if _searches(sequence):
             self._pool.count_match(sequence.token_ids, cached)
         return num_tokens
+
+    def _cached_blocks(self, sequence: RequestState) -> list[int]:
+        """Return the blocks that the prefix cache has for a request."""
+        if not _searches(sequence):
+            return []
+        return self._pool.match(sequence.adapter, sequence.token_ids, sequence.request.cache_salt)
 
     def _first_chunk(self, num_tokens: int, start: int, budget: float) -> int:
         """Return how many of `num_tokens` tokens a first chunk has; 0 if it does not fit the budget."""
@@ -270,3 +309,8 @@ class Admission:
         # An executor keeps state for so many requests at most.
         num_active, most = len(self._running) - len(self._queues.paused), 2 * self._config.max_running
         return num_active if len(self._running) < most else self._config.max_running
+
+
+def _searches(sequence: RequestState) -> bool:
+    """Return whether a request may use the prefix cache, which has no log probabilities of a prompt."""
+    return sequence.request.params.prompt_logprobs is None

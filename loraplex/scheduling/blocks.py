@@ -119,6 +119,11 @@ class BlockPool:
         """Number of locked blocks that no sequence holds: they are free when their copies have ended."""
         return sum(self._refs[block] == 1 for block in self._locked)
 
+    def num_freed_by(self, held: Iterable[Sequence[int]]) -> int:
+        """Return how many blocks would be free if these references were given back."""
+        counts = Counter(block for blocks in held for block in blocks)
+        return sum(self._refs[block] == count for block, count in counts.items())
+
     def are_movable(self, count: int) -> bool:
         """Return whether none of the last `count` blocks is locked."""
         return all(block < self.num_blocks - count for block in self._locked)

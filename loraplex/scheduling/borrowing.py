@@ -13,7 +13,6 @@ both by the predicted time of a step in which all of them decode.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from loraplex.core.due_places import DuePlaces, longest_step_s
@@ -25,31 +24,32 @@ from loraplex.scheduling.step_features import decode_features
 
 
 class Borrowing:
-    """The requests that each tenant has on the mean, and which others may run. `bound`: share by which steps
-    may get longer; None for any, as long as objectives are kept."""
+    """Which waiting requests may run. `places`: the requests that each tenant has on the mean. `bound`: share
+    by which steps may get longer; None for any, as long as objectives are kept."""
 
     def __init__(
-        self, bound: float | None, fair: FairShare, memory: Memory, costs: DriftWatch | None
+        self,
+        bound: float | None,
+        fair: FairShare,
+        places: DuePlaces,
+        memory: Memory,
+        costs: DriftWatch | None,
     ) -> None:
         self._bound = bound
         self._fair = fair
         self._memory = memory
         self._costs = costs
-        self._places = DuePlaces(fair.share)
+        self.places = places
 
     @property
     def is_bounded(self) -> bool:
         """Return whether there is anything to decide: a bound, or an objective that could be missed."""
         return self._bound is not None or (self._fair.has_paces and self._costs is not None)
 
-    def observe(self, counts: Counter[str], now_s: float) -> None:
-        """Record how many requests each tenant has now."""
-        self._places.observe(counts, now_s)
-
     def may_run(self, request: RequestState, running: Sequence[RequestState]) -> bool:
         """Return whether a waiting request may join those that run."""
         tenant = request.request.tenant
-        due = self._places.due(tenant)
+        due = self.places.due(tenant)
         if due is None:
             return True
         own, paces_s = [], []

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loraplex.core.clock import Clock
+from loraplex.core.due_places import DuePlaces
 from loraplex.core.request import FinishReason
 from loraplex.scheduling.adapter_slots import AdapterSlots
 from loraplex.scheduling.batching.batcher import Batcher
@@ -29,9 +30,9 @@ from loraplex.scheduling.swapping import Swapping
 class RequestQueues:
     """Holds the requests of one scheduler. `table`: all. `running`: in order of admission, or of
     `fair_victims`. `paused`: the running requests that the step being decided leaves out. `slots`: adapters
-    of the running ones. `fair`: what each tenant got. `failures`: requests that ended with an error since
-    they were last taken. `is_settled`: the last step only decoded, and no waiting request can be admitted;
-    unset by every event that may change that."""
+    of the running ones. `fair`: what each tenant got. `places`: how many requests each has. `failures`:
+    requests that ended with an error since they were last taken. `is_settled`: the last step only decoded,
+    and no waiting request can be admitted; unset by every event that may change that."""
 
     def __init__(
         self,
@@ -48,6 +49,8 @@ class RequestQueues:
         self._swapping = swapping
         self.table = RequestTable()
         self.fair = fair
+        self.places = DuePlaces(fair.share)
+        self._clock = clock
         self.waiting = batcher.make_queue(fair, clock)
         self.running: list[RequestState] = []
         self.paused: list[RequestState] = []
@@ -61,6 +64,7 @@ class RequestQueues:
         self.table.add(sequence)
         self.fair.arrives(sequence, self.waiting.tenants, self.running)
         self.waiting.append(sequence)
+        self.places.change(sequence.request.tenant, 1, self._clock.now_s())
         self.is_settled = False
 
     def run(self, sequence: RequestState) -> None:
@@ -111,6 +115,7 @@ class RequestQueues:
             self.slots.leave(sequence.adapter)
             self.waiting.ended(self._batcher.now_s)
         self.fair.ended(sequence)
+        self.places.change(sequence.request.tenant, -1, self._clock.now_s())
         if self._swapping is not None:
             self._swapping.dropped(sequence)
         self._pool.release(sequence.block_ids)

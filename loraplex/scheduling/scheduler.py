@@ -78,7 +78,9 @@ class Scheduler:
         self._waiting = self._queues.waiting
         self._running = self._queues.running
         self._pressure = MemoryPressure(memory, self.batcher, self._pins, self._queues, self._swapping)
-        self._borrowing = Borrowing(config.max_borrowing, self.fair, memory, request_costs)
+        self._borrowing = Borrowing(
+            config.max_borrowing, self.fair, self._queues.places, memory, request_costs
+        )
         self._admission = Admission(
             config,
             memory,
@@ -195,7 +197,6 @@ class Scheduler:
         preempted: list[RequestState] = []
         num_running = len(self._running)
         self._share_out()
-        gave_way = self._admission.make_way()
         active = self._choose_batch()
         if self._config.prompts_first:
             chunks, budget = self._prompts_or_decodes(preempted)
@@ -210,7 +211,7 @@ class Scheduler:
         self._is_stuck = bool(self._queues.paused) and not chunks and not preempted and not self._under_way
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
-        return self._plan(chunks, [*gave_way, *preempted])
+        return self._plan(chunks, preempted)
 
     def _share_out(self) -> None:
         """Charge tenants for what they got so far, and put the running requests into the order in which they
@@ -220,9 +221,7 @@ class Scheduler:
             return
         self.fair.settle(self._running)
         if self._borrowing.is_bounded:
-            counts = Counter(each.request.tenant for each in self._running)
-            counts.update(self._waiting.num_by_tenant)
-            self._borrowing.observe(counts, self._clock.now_s())
+            self._queues.places.observe(self._clock.now_s())
         most_blocks = len(self._running) + self._pool.blocks_for(self._config.work.max_tokens)
         if self._pool.num_obtainable < most_blocks:
             self._running[:] = kept_first(self._running, self.fair)

@@ -24,7 +24,8 @@ from loraplex.server.web_guard import WebGuardMiddleware
 
 def create_app(deps: ServerDeps) -> FastAPI:
     """Return an ASGI application that serves `deps`. It starts and stops nothing itself."""
-    app = FastAPI(title="loraplex", version=loraplex.__version__, redoc_url=None)
+    # No pages of FastAPI: they fetch scripts from elsewhere, at the origin where keys are typed in.
+    app = FastAPI(title="loraplex", version=loraplex.__version__, docs_url=None, redoc_url=None)
     app.include_router(generation_router(deps))
     app.include_router(model_router(deps))
     app.include_router(utility_router(deps))

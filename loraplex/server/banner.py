@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from loraplex.core.progress import shown_progress
@@ -59,10 +60,10 @@ class Announcer:
 
     @contextmanager
     def loading(self, model: str) -> Iterator[Callable[[StartProgress], None]]:
-        """Show the progress of the start, and at the end the time of its phases. Yields the function to call
-        with the engine's progress."""
+        """Show the progress of the start, with the last part of the model's name, as lines are short; and at
+        the end the time of its phases. Yields the function to call with the engine's progress."""
         times = PhaseTimes("starting the engine process")
-        with shown_progress(f"loading {model}", self._console, left=None) as report:
+        with shown_progress(f"loading {PurePath(model).name}", self._console, left=None) as report:
 
             def tell(progress: StartProgress) -> None:
                 times.begin(progress.phase)

@@ -8,12 +8,13 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import EngineClosedError, InvalidRequestError
+from loraplex.server.decoders import decode_json
 from loraplex.server.engine_status import SHUTTING_DOWN
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
 from loraplex.server.json_size import JsonSize, json_size
@@ -29,6 +30,8 @@ _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.D
 _WRONG_VALUE: Final = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _PATH_PART: Final = re.compile(r"[^.\[\]]+")
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
+_EMPTY: Final = re.compile(r"Expected `(array|str)` of length >= 1")
+_INDEX: Final = re.compile(r"\[[^\]]*\]")
 _MAX_QUOTED_CHARS: Final = 100
 _COUNTED_ABOVE_BYTES: Final = 2**17
 """Size in bytes below which any body is decoded in about a millisecond, so its values are not counted."""
@@ -147,7 +150,7 @@ class BodyReader:
 def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
     """Decode JSON strictly. Raises InvalidRequestError that says what is wrong and where."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind) from None
     except msgspec.DecodeError as error:
@@ -182,10 +185,20 @@ def _json_hint(body: bytes | bytearray, message: str) -> str:
     return ""
 
 
-def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
-    """Return msgspec's error with the field named as OpenAI does: `messages[0].content`."""
+def convert_part(value: Any, kind: type[T], where: str) -> T:
+    """Return a part of a body as a `kind`. Raises InvalidRequestError. `where`: the part's place in the
+    body."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind, where) from None
+
+
+def _explain(message: str, kind: type[msgspec.Struct], part: str = "") -> InvalidRequestError:
+    """Return msgspec's error with the field named as OpenAI does: `messages[0].content`. `part`: where the
+    decoded value is in the body."""
     location = _LOCATION.search(message)
-    where = location[1] if location else ""
+    where = _join(part, location[1]) if location else part
     what = message[: location.start()] if location else message
     unknown = _UNKNOWN_FIELD.search(what)
     path = _join(where, unknown[1]) if unknown and unknown[1] in NOT_SUPPORTED else where
@@ -199,7 +212,10 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
     if missing := _MISSING_FIELD.search(what):
         name = _join(where, missing[1])
         return InvalidRequestError(f"{name} is missing", param=name)
-    advice = SUPPORTED_VALUES.get(where) or SUPPORTED_VALUES.get(where.rpartition(".")[2])
+    if empty := _EMPTY.fullmatch(what):
+        least = "item" if empty[1] == "array" else "character"
+        return InvalidRequestError(f"{where} is empty; give at least one {least}", param=where)
+    advice = SUPPORTED_VALUES.get(_INDEX.sub("", where)) or SUPPORTED_VALUES.get(where.rpartition(".")[2])
     if advice is not None and (wrong := _WRONG_VALUE.search(what)):
         value = wrong[1][:_MAX_QUOTED_CHARS]
         return InvalidRequestError(
@@ -218,4 +234,4 @@ def _not_supported(where: str) -> InvalidRequestError | None:
 
 
 def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+    return f"{where}.{name}" if where and name else where or name

@@ -229,7 +229,9 @@ class GenerationResponse(Response):
     async def _send_chunks(self, send: Send, batch: list[TextDelta]) -> None:
         deltas = self._observe(batch)
         if deltas and (chunks := self._format.chunks(deltas)):
+            since_s = self._meter.now_s()
             await _send_part(send, chunks)
+            self._meter.sent(since_s)
 
 
 class _UsageCount:

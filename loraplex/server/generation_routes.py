@@ -29,7 +29,7 @@ from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import counts_for_tenant
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
-from loraplex.server.request_log import request_record
+from loraplex.server.request_log import BATCH_KIND, request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.response_api.format import ResponsesFormat
 from loraplex.server.response_api.request import ResponsesRequest, chat_request, renamed
@@ -308,11 +308,19 @@ async def _start_completion(
 
 def _caller(request: Request, lease: Lease, body: SamplingFields) -> Caller:
     """Return whose request it is, for decisions about who is served when not all can be, and about caches."""
-    access = access_of(request.scope)
+    access, priority = access_of(request.scope), body.priority or 0
+    # A front of the operator's sends lines of batches on by their priority.
+    may_be_line = access.is_operator or request_record(request.scope).key_kind == BATCH_KIND
+    if priority >= BATCH_PRIORITY and not may_be_line:
+        raise InvalidRequestError(
+            f"priority {priority:,} is kept for the lines of batches; "
+            f"send a lower one than {BATCH_PRIORITY:,}",
+            param="priority",
+        )
     slo_ttft_s, slo_tpt_s = access.slos_of(lease.name)
     return Caller(
         tenant=access.tenant,
-        priority=body.priority or 0,
+        priority=priority,
         slo_ttft_s=slo_ttft_s,
         slo_tpt_s=slo_tpt_s,
         cache_salt=_salt(access.cache_salt, body.cache_salt),

@@ -31,6 +31,9 @@ LATENCY_BUCKETS_S: Final = (
     0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
     240.0, 480.0,
 )  # fmt: skip
+_SLOW_READER: Final = 0.1
+"""Part of the time from the first token to the last one that sending may take before the time per token is
+taken to be the client's."""
 
 
 class Histogram:
@@ -237,6 +240,7 @@ class RequestMeter:
         self.phases: PhaseTimes | None = None
         self._last_token_s: dict[int, float] = {}
         self._num_tokens = 0
+        self._sending_s = 0.0
         self._closed = False
         traffic.num_requests += 1
         traffic.num_waiting += 1
@@ -278,12 +282,23 @@ class RequestMeter:
 
     @property
     def tpt_s(self) -> float | None:
-        """Seconds for each token after the first, of a complete answer that has any. Not for a request that
-        is closed."""
+        """Seconds for each token after the first, of a complete answer that has any; None too if its client
+        read so slowly that this says more about the client than about the engine. Not for a request that is
+        closed."""
         tokens_each = self._num_tokens / self.num_choices
         if self.first_token_s is None or tokens_each <= 1 or not self.is_complete:
             return None
-        return (self._metrics.clock.now_s() - self.first_token_s) / (tokens_each - 1)
+        seconds = self.last_token_s - self.first_token_s
+        return None if self._sending_s > _SLOW_READER * seconds else seconds / (tokens_each - 1)
+
+    def now_s(self) -> float:
+        return self._metrics.clock.now_s()
+
+    def sent(self, since_s: float) -> None:
+        """Record that tokens were sent, which took since then: long if the client does not read them. Those
+        sent after the last token came delay none."""
+        if not self.is_complete:
+            self._sending_s += self.now_s() - since_s
 
     def fail(self, error: Exception) -> None:
         """Record the error that ends the request; not called if the client disconnected."""

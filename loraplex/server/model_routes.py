@@ -17,7 +17,9 @@ from loraplex.core.stats import AdapterStats
 from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.body import read_query
+from loraplex.server.decoders import decode_json
 from loraplex.server.deps import ServerDeps
+from loraplex.server.metrics import Traffic
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import VERSION_HEADER
 from loraplex.server.requests import (
@@ -42,6 +44,7 @@ from loraplex.server.served_adapter import ServedAdapter, ServedCanary
 from loraplex.server.tenants.access import Access, access_of
 
 _TEXT: Final = "text/plain"
+_NEVER_REQUESTED: Final = Traffic()
 
 
 def model_router(deps: ServerDeps) -> APIRouter:
@@ -307,7 +310,7 @@ def _matching(
         if query.order == "rank":
             return adapter.spec.max_rank
         if not access.administers(adapter.name):
-            return 0  # as it is shown
+            return 0  # it is not shown
         if query.order == "loads":
             return _stats_of(adapter.version, by_version).loads
         traffic = deps.metrics.find_traffic(adapter.name)
@@ -333,9 +336,9 @@ def _adapter_info(
     shows_paths: bool,
 ) -> AdapterInfo:
     """Return what one with this access may know of an adapter: the counts of its requests, which may be those
-    of other tenants, are 0 unless it may change it, and replicas are shown to operators only."""
+    of other tenants, are None unless it may change it, and replicas are shown to operators only."""
     shows_use = access.administers(adapter.name)
-    traffic = deps.metrics.find_traffic(adapter.name) if shows_use else None
+    traffic = (deps.metrics.find_traffic(adapter.name) or _NEVER_REQUESTED) if shows_use else None
     stats = _stats_of(adapter.version, by_version)
     fleet = deps.fleet if access.is_operator else None
     placed = None if fleet is None else fleet.placed_on(adapter.version)
@@ -349,15 +352,15 @@ def _adapter_info(
         tier=stats.tier,
         held_by=None if fleet is None else fleet.holders(adapter.version),
         placed_on=None if placed is None else list(placed.replicas),
-        in_flight=traffic.num_in_flight if traffic else 0,
-        hits=traffic.num_hits if traffic else 0,
-        loads=stats.loads if shows_use else 0,
-        requests=traffic.num_requests if traffic else 0,
-        tokens=traffic.num_tokens if traffic else 0,
+        in_flight=traffic.num_in_flight if traffic else None,
+        hits=traffic.num_hits if traffic else None,
+        loads=stats.loads if shows_use else None,
+        requests=traffic.num_requests if traffic else None,
+        tokens=traffic.num_tokens if traffic else None,
         canary=_canary_info(
             adapter.canary,
             by_version,
-            num_requests=traffic.num_canary_requests if traffic else 0,
+            num_requests=traffic.num_canary_requests if traffic else None,
             shows_paths=shows_paths,
         ),
         previous=[
@@ -386,7 +389,7 @@ def _demand_info(deps: ServerDeps) -> DemandInfo:
 
 def _engine_info(costs: str | None) -> EngineInfo | None:
     """Return what the profile in JSON that an engine reports is about."""
-    return None if costs is None else msgspec.json.decode(costs, type=_Costs).subject
+    return None if costs is None else decode_json(costs, _Costs).subject
 
 
 class _Costs(msgspec.Struct, frozen=True):
@@ -397,7 +400,7 @@ def _canary_info(
     canary: ServedCanary | None,
     by_version: Mapping[str, AdapterStats],
     *,
-    num_requests: int,
+    num_requests: int | None,
     shows_paths: bool,
 ) -> CanaryInfo | None:
     if canary is None:

@@ -46,6 +46,8 @@ _REFUSALS: Final = frozenset({400, 401, 403, 408, 413, 415, 429})
 noise."""
 _CLIENT_GONE: Final = 499
 _UNAVAILABLE: Final = 503
+BATCH_KIND: Final = "batch"
+"""The kind of key of a line of a batch, which has none."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -316,10 +316,14 @@ them, the error says that it is not supported: that helps more than the expected
 
 SUPPORTED_VALUES: Final[Mapping[str, str]] = {
     "response_format.type": "send text, json_object or json_schema",
+    "text.format.type": "send text, json_object or json_schema",
+    "input.role": "send system, developer, user or assistant",
+    "top_logprobs": _LEAVE_OUT,
+    "endpoint": "send /v1/chat/completions, /v1/completions or /v1/responses",
     "role": "send system, developer, user, assistant or tool",
     "type": _TEXT_ONLY,
 }
-"""Fields of messages that are supported with some values only, with advice on these."""
+"""Fields that are supported with some values only, with advice on these."""
 
 
 class AdapterQuery(msgspec.Struct, kw_only=True):

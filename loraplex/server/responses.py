@@ -215,7 +215,8 @@ class PreviousVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A version on trial. `requests`: requests answered since the start, including those of earlier canaries
-    of the same name. `path` is its folder; only administrators see it."""
+    of the same name; null for a tenant that may not change the adapter. `path` is its folder; only
+    administrators see it."""
 
     version: str
     share: float
@@ -223,13 +224,13 @@ class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     bytes: int
     tier: str
-    requests: int
+    requests: int | None
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` describe its weights, which several names
     may share; `in_flight`, `hits`, `requests` and `tokens` count this name's requests since the start,
-    including its canary's; they are 0 for a tenant that may not change the adapter, as is `loads`.
+    including its canary's; they are null for a tenant that may not change the adapter, as is `loads`.
     `previous`: versions that it stood for before, latest first.
 
     `held_by`: the replicas of a fleet that have its weights in memory, as far as known; `placed_on`: those
@@ -248,11 +249,11 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     held_by: list[int] | None
     placed_on: list[int] | None
-    in_flight: int
-    hits: int
-    loads: int
-    requests: int
-    tokens: int
+    in_flight: int | None
+    hits: int | None
+    loads: int | None
+    requests: int | None
+    tokens: int | None
     canary: CanaryInfo | None
     previous: list[PreviousVersion]
 

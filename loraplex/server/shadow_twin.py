@@ -22,6 +22,7 @@ import msgspec
 
 from loraplex.core.cold_start import ColdStart
 from loraplex.server.child_python import same_python
+from loraplex.server.decoders import decode_json
 from loraplex.server.profile_origin import package_profile_name
 from loraplex.server.recent_requests import RecentRequest, RecentRequests
 from loraplex.server.shadow_messages import Replayed, SeenRequest, Window
@@ -192,7 +193,7 @@ class ShadowTwin:
         answer = await process.stdout.readline()
         if not answer:
             raise EOFError(f"its process ended with code {await process.wait()}")
-        return msgspec.json.decode(answer, type=Replayed)
+        return decode_json(answer, Replayed)
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None

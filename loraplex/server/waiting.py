@@ -61,7 +61,7 @@ class WaitingBook:
     """Counts requests that wait for their first token, and their prompt tokens."""
 
     def __init__(self, limits: WaitingLimits, clock: Clock, forecaster: Forecaster | None = None) -> None:
-        """`forecaster`: used if the time to the first token is limited."""
+        """`forecaster`: used if the time to a request's first token, or for each later one, is limited."""
         self._limits = limits
         self._clock = clock
         self._forecaster = forecaster
@@ -106,6 +106,7 @@ class WaitingBook:
         never will be. `adapter`: the version that is requested. `was_admitted`: the requests were admitted
         before, by another server that cannot continue them, and are never refused. `caller`: whose they are.
         """
+        self.room.observe(self._clock.now_s())
         if not was_admitted:
             self._check(num_requests, num_tokens=0, param=param, caller=caller)
             self._forecast(adapter, [1], caller)
@@ -139,6 +140,7 @@ class WaitingBook:
     def leave(self, caller: Caller, num_tokens: int | None, *, started: bool) -> None:
         """Record that one request waits no longer. `started`: its first token came. `num_tokens`: of its
         prompt; None if it was not encoded."""
+        self.room.pass_time(self._clock.now_s())
         if started:
             self.room.began(caller, num_tokens)
         else:
@@ -192,7 +194,6 @@ class WaitingBook:
         if self._forecaster is None or not self.room.is_limited(caller):
             return None
         *others, last = lens
-        self.room.observe(self._clock.now_s())
         admitted = self.room.before(caller, len(others), sum(others), last)
         predicted = self._forecaster.forecast(adapter, last, admitted)
         verdict = None if predicted is None else self.room.judge(predicted, caller, waited_s)
@@ -220,6 +221,7 @@ class WaitingBook:
     def ended(self, caller: Caller, predicted: Forecast | None, tpt_s: float | None) -> None:
         """Record that a request which had started has ended. `tpt_s`: seconds for each token of its answer
         after the first; None if that says nothing."""
+        self.room.pass_time(self._clock.now_s())
         self.room.ended(caller)
         if predicted is not None and tpt_s is not None:
             self.room.paced(predicted, tpt_s, caller)

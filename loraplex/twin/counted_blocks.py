@@ -49,6 +49,9 @@ class CountedPool(BlockPool):
     def num_free_soon(self) -> int:
         return 0
 
+    def num_freed_by(self, held: Iterable[Sequence[int]]) -> int:
+        return sum(map(len, held))
+
     def are_movable(self, count: int) -> bool:
         return True
 

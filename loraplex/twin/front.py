@@ -33,9 +33,9 @@ class Front:
     def admits(self, number: int, request: WorkloadRequest, controller: Controller) -> bool:
         """Return whether a request that arrives now is admitted; if so, it waits from now on."""
         caller, room = Caller(tenant=request.tenant), self._room
+        room.observe(request.arrival_s)
         if not room.has_place_for(request.tenant, 1):
             return False
-        room.observe(request.arrival_s)
         routed = controller.request_of(request.adapter, request.prompt_tokens)
         predicted = forecast(
             routed,
@@ -59,6 +59,7 @@ class Front:
             return
         caller, request, predicted, _ = admitted
         self._admitted[number] = admitted._replace(began_s=at_s)
+        self._room.pass_time(at_s)
         self._room.began(caller, request.prompt_tokens)
         self._room.came(predicted, at_s - request.arrival_s, caller)
 
@@ -68,6 +69,7 @@ class Front:
         if admitted is None:
             return
         caller, request, predicted, began_s = admitted
+        self._room.pass_time(at_s)
         if began_s is None:
             self._room.leave(caller, request.prompt_tokens)
             return

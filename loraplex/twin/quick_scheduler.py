@@ -48,6 +48,21 @@ class StepChunks(Sequence[Chunk]):
     def __getitem__(self, index: Any) -> Any:
         return [*self][index]
 
+    def withdraw(self, sequence: RequestState) -> None:
+        """Remove the chunk of a request, if it has one, and count it as not computed."""
+        if sequence in self.decoding:
+            number = self.decoding.index(sequence)
+            del self.decoding[number]
+            sequence.num_computed = self.starts.pop(number)
+        for chunk in self.prompts:
+            if chunk.request_id == sequence.request_id:
+                self.prompts.remove(chunk)
+                sequence.num_computed = chunk.start
+                break
+        if sequence in self.sampling:
+            self.sampling.remove(sequence)
+            sequence.num_unknown -= 1
+
     @property
     def versions(self) -> set[str | None]:
         """The adapters of all chunks, with None for the base model."""
@@ -99,7 +114,6 @@ class QuickScheduler(TwinScheduler):
         preempted: list[RequestState] = []
         num_running = len(self._running)
         self._share_out()
-        gave_way = self._admission.make_way()
         step, budget = self._step_of_running(self._choose_batch(), preempted)
         self._admission.bring_in()
         if not preempted:
@@ -108,7 +122,7 @@ class QuickScheduler(TwinScheduler):
         self._is_stuck = bool(self._queues.paused) and not step and not preempted and not self._sampling
         all_decode = not preempted and len(self._running) == num_running == len(step)
         self._queues.is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
-        return self._plan_of(step, [*gave_way, *preempted])
+        return self._plan_of(step, preempted)
 
     def land(self, plan: StepPlan) -> Landing:
         self._memory.step_landed()
@@ -178,11 +192,12 @@ class QuickScheduler(TwinScheduler):
         """Admit waiting requests to the step."""
         # Whether a request may join while its adapter loads depends on all that the step computes.
         chunks = [*step] if self._table.serving.num_loading > 0 else []
-        num_known = len(chunks)
+        known = {chunk.request_id for chunk in chunks}
+        self._admission.on_give_way = step.withdraw
         self._admission.admit(chunks, budget, preempted)
-        num_admitted = len(chunks) - num_known
-        admitted = self._running[len(self._running) - num_admitted :]
-        for sequence, chunk in zip(admitted, chunks[num_known:], strict=True):
+        new = [chunk for chunk in chunks if chunk.request_id not in known]
+        admitted = self._running[len(self._running) - len(new) :]
+        for sequence, chunk in zip(admitted, new, strict=True):
             self._count_on(step, sequence, chunk)
 
     def _count_on(self, step: StepChunks, sequence: RequestState, chunk: Chunk) -> None:

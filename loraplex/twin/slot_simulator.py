@@ -48,6 +48,7 @@ from loraplex.twin.slot_state import (
     new_state,
     no_requests,
     notes_for,
+    num_generated,
     requests_of,
     take_arrivals,
     with_adapter,
@@ -215,7 +216,7 @@ class SlotSimulator:
         number, state = int(request_id), self._state
         if number in self._left or state.is_lost[number] or not math.isnan(state.finish_s[number]):
             return None
-        return int(state.generated[number])
+        return num_generated(state, number)
 
     def end_s(self, until_s: float) -> float:
         return min(self.now_s, until_s) or 1.0

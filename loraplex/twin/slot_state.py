@@ -3,6 +3,11 @@
 Requests are numbered in order of arrival. Waiting ones are queued for each adapter (`head`, `tail`,
 `behind`), so that an admissible request is found without iterating over the others; preempted ones are before
 them in `front`, the last one first.
+
+A decode step gives a token to every running request, and writes to none of them: `NUM_DECODES` counts these
+steps, and what depends on the number of a request's tokens follows from it, such as when it ends (`ends`,
+`num_ending`) and when it needs another block (`growing`). The running requests are, in their order, in parts
+that had their last token at the same time (`part_last_s`, `part_size`).
 """
 
 from __future__ import annotations
@@ -22,11 +27,17 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 BLOCK_SIZE: Final = 16
+_ENDS: Final = 2048
+"""Entries of `State.num_ending`, a power of two; requests with more tokens share entries with others."""
 NOBODY: Final = -1
 _SHORTEST_GAP_S: Final = 1e-5
 _GAPS_AN_E: Final = 100
 """Bins of gaps per factor of e: neighbours differ by one percent."""
 _NUM_GAPS: Final = 2000
+
+compiled: Final = numba.njit(cache=True, nogil=True, _nrt=False)
+"""Compile without counting references to arrays, which otherwise takes most of the time: nothing that is
+compiled here makes an array or keeps one."""
 
 # Indices into `State.counts`.
 NUM_RUNNING: Final = 0
@@ -46,7 +57,10 @@ NUM_ARRIVED: Final = 13
 STEP_FIRST: Final = 14  # index in `running` of the first request that the step in flight computes
 IS_UNDER_WAY: Final = 15  # a step is in flight
 NUM_NOTES: Final = 16  # entries of `notes`
-NUM_COUNTS: Final = 17
+NUM_DECODES: Final = 17  # steps without prompts that have begun
+NUM_PARTS: Final = 18  # of the running requests
+IS_PROMPTS: Final = 19  # the step in flight reads prompts
+NUM_COUNTS: Final = 20
 
 # Kinds of notes: of adapters when a step begins, of requests when it ends.
 NOTE_READ: Final = 0  # from disk, or from another replica
@@ -82,18 +96,26 @@ class Limits(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of an engine. By request: `generated` to `is_lost`; `last_s`: time of its last token. By
-    adapter: `head` to `position`. `order`: adapters by ascending `position`. `gaps`: number of gaps in each
+    """The state of an engine. By request: `generated` to `is_lost`; `generated`: its tokens, while it runs
+    less `NUM_DECODES`; `last_s`: time of its last token when it was preempted. By adapter: `head` to
+    `position`. `order`: adapters by ascending `position`. `ends`: by place in `running`, `NUM_DECODES` after
+    the step that ends the request. `num_ending`: number of requests that end at a value of `NUM_DECODES`, by
+    its last digits; `growing`: of those that need a block in the step after. `gaps`: number of gaps in each
     bin (`gap_place`). `notes`: externally visible events of the last step, as (kind, number of the adapter or
     request); has no rows if they are not recorded."""
 
     counts: Ints
     running: Ints
+    ends: Ints
+    num_ending: Ints
+    growing: Ints
+    part_last_s: Floats
+    part_size: Ints
     front: Ints
     batch: Ints
     behind: Ints
     generated: Ints
-    blocks: Ints
+    is_running: Flags
     first_s: Floats
     last_s: Floats
     finish_s: Floats
@@ -121,11 +143,16 @@ def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) ->
     return State(
         counts=counts,
         running=np.empty(limits.max_running + 1, np.int64),
+        ends=np.empty(limits.max_running + 1, np.int64),
+        num_ending=np.zeros(_ENDS, np.int64),
+        growing=np.zeros(BLOCK_SIZE, np.int64),
+        part_last_s=np.empty(limits.max_running + 1),
+        part_size=np.empty(limits.max_running + 1, np.int64),
         front=np.empty(num_requests + 1, np.int64),
         batch=np.empty(num_adapters + 1, np.int64),
         behind=np.full(num_requests, NOBODY, np.int64),
         generated=np.zeros(num_requests, np.int64),
-        blocks=np.zeros(num_requests, np.int64),
+        is_running=np.zeros(num_requests, np.bool_),
         first_s=np.full(num_requests, np.nan),
         last_s=np.full(num_requests, np.nan),
         finish_s=np.full(num_requests, np.nan),
@@ -175,7 +202,7 @@ def with_more_room(state: State, requests: Requests) -> tuple[State, Requests]:
         front=np.append(state.front, np.empty(more, np.int64)),
         behind=np.append(state.behind, np.full(more, NOBODY, np.int64)),
         generated=np.append(state.generated, np.zeros(more, np.int64)),
-        blocks=np.append(state.blocks, np.zeros(more, np.int64)),
+        is_running=np.append(state.is_running, np.zeros(more, np.bool_)),
         first_s=np.append(state.first_s, np.full(more, np.nan)),
         last_s=np.append(state.last_s, np.full(more, np.nan)),
         finish_s=np.append(state.finish_s, np.full(more, np.nan)),
@@ -201,10 +228,9 @@ def with_adapter(state: State, *, rank: float, position: int, is_known: bool) ->
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def note(notes, counts, kind, number):  # type: ignore[no-untyped-def]
-    """Record a note. Takes only the arrays it needs: passing the whole state for every note would cost as
-    much as a step."""
+    """Record a note, if notes are recorded."""
     if len(notes) > 0:
         place = counts[NUM_NOTES]
         notes[place, 0] = kind
@@ -212,7 +238,7 @@ def note(notes, counts, kind, number):  # type: ignore[no-untyped-def]
         counts[NUM_NOTES] = place + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def gap_place(gap_s):  # type: ignore[no-untyped-def]
     """Return the index of a gap's bin in `State.gaps`."""
     return min(max(int(_GAPS_AN_E * math.log(gap_s / _SHORTEST_GAP_S)), 0), _NUM_GAPS - 1)
@@ -223,7 +249,13 @@ def gap_seconds(place: int) -> float:
     return _SHORTEST_GAP_S * math.exp((place + 0.5) / _GAPS_AN_E)
 
 
-@numba.njit(cache=True, nogil=True)
+def num_generated(state: State, request: int) -> int:
+    """Return the tokens of a request between two steps."""
+    num_decodes = state.counts[NUM_DECODES] if state.is_running[request] else 0
+    return int(state.generated[request] + num_decodes)
+
+
+@compiled
 def enqueue(state, requests, request):  # type: ignore[no-untyped-def]
     adapter = requests.adapter[request]
     if state.head[adapter] == NOBODY:
@@ -232,10 +264,11 @@ def enqueue(state, requests, request):  # type: ignore[no-untyped-def]
         state.behind[state.tail[adapter]] = request
     state.tail[adapter] = request
     state.counts[NUM_WAITING] += 1
-    state.counts[IS_BLOCKED] = 0
+    if state.num_running_of[adapter] > 0:  # otherwise it has no slot either
+        state.counts[IS_BLOCKED] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def take_arrivals(state, requests, num_requests, max_open, now_s):  # type: ignore[no-untyped-def]
     """Queue the requests that have arrived by now, or count them as lost; considers the first
     `num_requests`."""
@@ -249,7 +282,7 @@ def take_arrivals(state, requests, num_requests, max_open, now_s):  # type: igno
         counts[NUM_ARRIVED] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def first_admissible(state, requests, num_slots):  # type: ignore[no-untyped-def]
     """Return the first waiting request whose adapter runs or can have a slot, and its index in `front`."""
     counts = state.counts
@@ -268,7 +301,7 @@ def first_admissible(state, requests, num_slots):  # type: ignore[no-untyped-def
     return first, NOBODY
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def dequeue(state, requests, request, place):  # type: ignore[no-untyped-def]
     counts = state.counts
     if place == NOBODY:
@@ -281,7 +314,7 @@ def dequeue(state, requests, request, place):  # type: ignore[no-untyped-def]
     counts[NUM_WAITING] -= 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def enter_batch(state, adapter):  # type: ignore[no-untyped-def]
     """Insert an adapter into `batch`, a set in the engine's order."""
     counts, batch, position = state.counts, state.batch, state.position
@@ -296,35 +329,51 @@ def enter_batch(state, adapter):  # type: ignore[no-untyped-def]
     counts[NUM_BATCH] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def start(state, requests, request, num_blocks):  # type: ignore[no-untyped-def]
     counts, adapter = state.counts, requests.adapter[request]
     if state.num_running_of[adapter] == 0:
         counts[NUM_ADAPTERS] += 1
     state.num_running_of[adapter] += 1
     counts[NUM_FREE_BLOCKS] -= num_blocks
-    state.blocks[request] = num_blocks
     counts[KV_TOKENS] += requests.prompt_tokens[request] + state.generated[request]
+    state.is_running[request] = True
+    state.generated[request] += 1 - counts[NUM_DECODES]  # the step that reads its prompt gives it a token
+    end = requests.output_tokens[request] - state.generated[request]
+    state.num_ending[end & (_ENDS - 1)] += 1
+    state.growing[_growing_place(state, requests, request)] += 1
     state.running[counts[NUM_RUNNING]] = request
+    state.ends[counts[NUM_RUNNING]] = end
     counts[NUM_RUNNING] += 1
     enter_batch(state, adapter)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
+def _growing_place(state, requests, request):  # type: ignore[no-untyped-def]
+    """Return the index in `growing` of a running request. It needs a block when the tokens whose KV it has
+    fill its blocks, and its last one is to be added."""
+    return (1 - requests.prompt_tokens[request] - state.generated[request]) & (BLOCK_SIZE - 1)
+
+
+@compiled
 def stop(state, requests, request):  # type: ignore[no-untyped-def]
-    """Free all that a request holds; the caller removes it from `running`."""
+    """Free all that a request holds; the caller removes it from `running` and its part."""
     counts, adapter = state.counts, requests.adapter[request]
     state.num_running_of[adapter] -= 1
     if state.num_running_of[adapter] == 0:
         counts[NUM_ADAPTERS] -= 1
         counts[IS_STALE] = 1
-    counts[NUM_FREE_BLOCKS] += state.blocks[request]
-    state.blocks[request] = 0
-    counts[KV_TOKENS] -= requests.prompt_tokens[request] + state.generated[request]
-    counts[IS_BLOCKED] = 0
+        counts[IS_BLOCKED] = 0
+    state.num_ending[(requests.output_tokens[request] - state.generated[request]) & (_ENDS - 1)] -= 1
+    state.growing[_growing_place(state, requests, request)] -= 1
+    state.is_running[request] = False
+    state.generated[request] += counts[NUM_DECODES]
+    num_tokens = requests.prompt_tokens[request] + state.generated[request]
+    counts[NUM_FREE_BLOCKS] += (num_tokens - 1 + BLOCK_SIZE - 1) // BLOCK_SIZE  # the last one has no KV yet
+    counts[KV_TOKENS] -= num_tokens
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def withdraw(state, requests, request):  # type: ignore[no-untyped-def]
     """Remove a running or waiting request as if it had never arrived."""
     counts, running = state.counts, state.running
@@ -332,7 +381,9 @@ def withdraw(state, requests, request):  # type: ignore[no-untyped-def]
         if running[index] == request:
             stop(state, requests, request)
             counts[NUM_RUNNING] -= 1
-            running[index : counts[NUM_RUNNING]] = running[index + 1 : counts[NUM_RUNNING] + 1].copy()
+            for place in range(index, counts[NUM_RUNNING]):
+                running[place], state.ends[place] = running[place + 1], state.ends[place + 1]
+            _leave_part(state, index)
             return
     for place in range(counts[NUM_FRONT]):
         if state.front[place] == request:
@@ -351,7 +402,24 @@ def withdraw(state, requests, request):  # type: ignore[no-untyped-def]
     counts[NUM_WAITING] -= 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
+def _leave_part(state, index):  # type: ignore[no-untyped-def]
+    """Remove the running request at `index` from its part; return the time of its last token."""
+    counts, part, end = state.counts, 0, state.part_size[0]
+    while end <= index:
+        part += 1
+        end += state.part_size[part]
+    last_s = state.part_last_s[part]
+    state.part_size[part] -= 1
+    if state.part_size[part] == 0:
+        counts[NUM_PARTS] -= 1
+        for place in range(part, counts[NUM_PARTS]):
+            state.part_last_s[place] = state.part_last_s[place + 1]
+            state.part_size[place] = state.part_size[place + 1]
+    return last_s
+
+
+@compiled
 def admit(state, requests, limits):  # type: ignore[no-untyped-def]
     """Admit requests with whole prompts, first come first served, skipping those without a slot. Return their
     tokens."""
@@ -375,30 +443,41 @@ def admit(state, requests, limits):  # type: ignore[no-untyped-def]
     return num_tokens
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def grow(state, requests):  # type: ignore[no-untyped-def]
-    """Give a block to each running request that needs one, preempting the youngest if necessary."""
-    counts, index = state.counts, 0
+    """Begin a decode step: give a block to each running request that needs one, preempting the youngest if
+    necessary."""
+    counts, place = state.counts, state.counts[NUM_DECODES] & (BLOCK_SIZE - 1)
+    if state.growing[place] > counts[NUM_FREE_BLOCKS]:
+        _preempt(state, requests, place)
+    counts[NUM_FREE_BLOCKS] -= state.growing[place]
+    counts[NUM_DECODES] += 1
+
+
+@compiled
+def _preempt(state, requests, place):  # type: ignore[no-untyped-def]
+    """Preempt the youngest requests as long as older ones in `growing[place]` need blocks that are not
+    free."""
+    counts, index, num_given = state.counts, 0, 0
     while index < counts[NUM_RUNNING]:
-        request = state.running[index]
-        length = requests.prompt_tokens[request] + state.generated[request]
-        if state.blocks[request] * BLOCK_SIZE < length:
-            while counts[NUM_FREE_BLOCKS] == 0 and index < counts[NUM_RUNNING]:
-                counts[NUM_RUNNING] -= 1
-                victim = state.running[counts[NUM_RUNNING]]
+        if _growing_place(state, requests, state.running[index]) == place:
+            while counts[NUM_FREE_BLOCKS] == num_given and index < counts[NUM_RUNNING]:
+                victim = state.running[counts[NUM_RUNNING] - 1]
                 stop(state, requests, victim)
+                state.last_s[victim] = _leave_part(state, counts[NUM_RUNNING] - 1)
+                counts[NUM_RUNNING] -= 1
+                counts[IS_BLOCKED] = 0  # its adapter may still run, by an older request
                 state.front[counts[NUM_FRONT]] = victim
                 counts[NUM_FRONT] += 1
                 counts[NUM_WAITING] += 1
                 counts[NUM_PREEMPTIONS] += 1
             if index == counts[NUM_RUNNING]:
                 break
-            counts[NUM_FREE_BLOCKS] -= 1
-            state.blocks[request] += 1
+            num_given += 1
         index += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def batch_of_all(state):  # type: ignore[no-untyped-def]
     """Set `batch` to all running adapters in the engine's order; to none if the last such step touched the
     same."""
@@ -413,7 +492,7 @@ def batch_of_all(state):  # type: ignore[no-untyped-def]
     counts[IS_STALE] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def touch(state, num_slots):  # type: ignore[no-untyped-def]
     """Give every adapter of the batch a slot in turn, evicting the least recently touched one. That may be
     one later in the same batch: it is then loaded again, evicting the next one. Return the number of loads,

@@ -282,6 +282,10 @@ def test_list_does_not_show_zeros_for_what_servers_do_not_say(monkeypatch: pytes
         as_json = run("list", "--base-url", url, "--json")
     assert result.output.splitlines()[-1].split()[3:7] == ["-", "host", "2", "-"]
     assert json.loads(as_json.output) == [row]
+    hidden = ROW | dict.fromkeys(("in_flight", "hits", "loads"))
+    with serving(200, json.dumps({"object": "list", "data": [hidden]}).encode()) as (url, _):
+        shown = run("list", "--base-url", url).output.splitlines()[-1].split()
+    assert shown[5:9] == ["host", "-", "-", "-"]
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,7 @@ def test_bytes_that_arrive_buy_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / "part").write_bytes(b"more")
         return num_bytes
 
-    assert least_rate.fetch_at_least_rate("place", fetch, kept_bytes) == tmp_path
+    assert least_rate.fetch_at_least_rate("source", "place", fetch, kept_bytes) == tmp_path
 
 
 def test_a_full_disk(bucket: Bucket, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:

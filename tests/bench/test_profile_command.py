@@ -142,13 +142,27 @@ def test_a_profile_that_fits_badly_is_kept_with_a_warning(measured: list[CostMod
     out = tmp_path / "p.json"
     assert "warning" not in profile("--device", "cpu", "--json", str(out)).output
     assert good.held_out is not None
-    poor = quality_of([1.0, 2.0, 1.0], [3.0, 1.0, 2.0])
+    poor = quality_of([1.0, 2.0, 1.0] * 2, [3.0, 1.0, 2.0] * 2)
     measured.append(replace(good, held_out=replace(good.held_out, prefill=poor)))
     result = profile("--device", "cpu", "--json", str(out))
     assert result.exit_code == 0
     assert "warning: R² of held out: prefill is under 0.5: other programs were probably" in result.stderr
     assert "run this again" in result.stderr
     assert read_profile(out) == measured[-1]
+
+
+def test_few_samples_are_judged_by_their_mean_error(measured: list[CostModel]) -> None:
+    good = measured[0]
+    assert good.held_out is not None
+    few = quality_of([1.0, 2.0], [1.3, 1.3])  # an R² that says nothing
+    measured.append(replace(good, held_out=replace(good.held_out, load=few)))
+    result = profile("--device", "cpu")
+    assert "warning" not in result.stderr
+    [row] = [line for line in result.stdout.splitlines() if "held out: load" in line]
+    assert row.split()[-4:] == ["2", "-", f"{few.mean_error:.1%}", f"{few.worst_error:.0%}"]
+    assert "this profile is in use from now on: " in result.stdout
+    measured.append(replace(good, held_out=replace(good.held_out, load=quality_of([1.0, 2.0], [3.0, 5.0]))))
+    assert "warning: the mean error of held out: load is over 50%" in profile("--device", "cpu").stderr
 
 
 def test_without_a_terminal_each_phase_is_a_line_with_the_name_of_the_folder(

@@ -37,6 +37,7 @@ SCHEMA = {
 }
 MANY_RULES = "start: " + " | ".join(f"r{i}" for i in range(2500))
 MANY_RULES += "".join(f'\nr{i}: "a{i}"' for i in range(2500))
+BOUNDED = '{"type": "integer", "minimum": 1, "maximum": 1000000000000, "multipleOf": 7919}'
 COPRIME = {
     "type": "object",
     "properties": {"a": {"type": "integer", "multipleOf": 2003}},
@@ -230,6 +231,9 @@ def test_what_no_answer_can_follow_is_refused(llm: LLM, kind: OutputKind, text: 
         (OutputKind.GRAMMAR, MANY_RULES, "the grammar has too many rules, alternatives or optional"),
         (OutputKind.JSON, '{"type": "integer", "multipleOf": 9999991}', "multipleOf takes too much work"),
         (OutputKind.JSON, '{"type": "number", "multiple\\u004ff": 0.09999991}', "multipleOf takes too much"),
+        (OutputKind.JSON, BOUNDED, "multipleOf takes too much work; use numbers whose sum"),
+        (OutputKind.REGEX, ".*" * 4700, "it repeats 4,700 times with * and +; use up to 1,000"),
+        (OutputKind.REGEX, ".*" * 500, "takes too much work; make repetitions"),
         (OutputKind.JSON, json.dumps(COPRIME), "multipleOf takes too much work"),
         (OutputKind.GRAMMAR, 'start: %json {"type": "integer", "multipleOf": 9999991}', "multipleOf takes"),
         (OutputKind.JSON, '{"$ref": "#"}', "no text follows it"),

@@ -225,8 +225,27 @@ def test_a_tenant_at_its_bound_is_predicted_to_wait_for_a_place() -> None:
     assert free_s < waits_s[0] < waits_s[1] < waits_s[2]
     assert ttft_s(Bounded(32, 5.0, 100.0)) < waits_s[2], "a wide bound lets it run more"
     assert ttft_s(Bounded(32, 5.0, None)) == free_s
-    pace_s = forecast(request, fleet.view, 0, admitted=Admitted(), step_tokens=64).tpt_s
-    assert ttft_s(Bounded(32, 5.0, None, (pace_s / 2,))) >= free_s
+    tpt_s = forecast(request, fleet.view, 0, admitted=Admitted(), step_tokens=64).tpt_s
+    by_pace_s = [ttft_s(Bounded(32, 5.0, None, (tpt_s * part / 100,))) for part in range(1, 200)]
+    met = next(number for number, wait_s in enumerate(by_pace_s) if wait_s > free_s)
+    assert met > 0
+    assert set(by_pace_s[:met]) == {free_s}, "an objective that is missed anyway bounds nothing"
+    assert by_pace_s[met] == waits_s[2], "one that is just met lets it run what it is due, and no more"
+    assert by_pace_s[-1] < waits_s[2]
+
+
+def test_objectives_of_running_requests_bound_whosever_they_are() -> None:
+    """Those of an adapter are the requests' own: their tenant may have none."""
+    room, many = bounded_room(None), Caller(tenant="many")
+    own = Caller(tenant="one", slo_tpt_s=0.02)
+    room.enter(own, 1)
+    room.encoded(own, [10])
+    assert room.before(many).bounded is None, "it waits"
+    room.began(own, 10)
+    assert room.before(many).bounded == Bounded(45, 5.0, None, (0.02,))
+    assert room.before(own).bounded is None
+    room.ended(own)
+    assert room.before(many).bounded is None
 
 
 # ---- objectives for the time per token

@@ -9,7 +9,7 @@ import numpy as np
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.dataset import Dataset, Simulated
-from loraplex.planner.features import FEATURE_NAMES
+from loraplex.planner.features import FEATURE_NAMES, with_ratios
 from loraplex.planner.grid import GridPoint
 from loraplex.planner.surrogate import Surrogate
 from loraplex.planner.trees import LEAF, Tree, forest_of
@@ -43,7 +43,9 @@ def points(most_slots: int = 16) -> list[GridPoint]:
 def random_features(rng: np.random.Generator, num_rows: int) -> np.ndarray:
     """Return features within the range of the grid, in single precision."""
     most = np.array((384, 400, 1.5, 32, 32, 12, 384))
-    return (rng.random((num_rows, 7)) * most).astype(np.float32)
+    rows = (rng.random((num_rows, 7)) * most).astype(np.float32)
+    rows[:, 6] += 1
+    return with_ratios(rows)
 
 
 def made_up(num_rows: int = 200, seed: int = 0) -> Dataset:

@@ -74,8 +74,9 @@ def test_alternatives_are_simulated_and_baselines_get_the_least_gpus_that_will_d
     plan = plan_of(gpu(*[0.05] * 20), gpu(*[0.05] * 20, first=20))
     found = {each.name: each for each in alternatives(plan, profile)}
     assert list(found) == [
-        *("one GPU more", "one GPU less", "max-base", "max-base-half", "random", "dlora"),
+        *("this plan", "one GPU more", "one GPU less", "max-base", "max-base-half", "random", "dlora"),
     ]
+    assert {each.checked and each.checked.seeds for each in found.values()} == {(0,)}
     num_gpus = {name: each.checked and len(each.checked.gpus) for name, each in found.items()}
     assert num_gpus["one GPU more"] == 3
     assert num_gpus["one GPU less"] == num_gpus["dlora"] == num_gpus["max-base"] == 1

@@ -44,7 +44,7 @@ def test_rows_say_what_is_served_and_what_starves(whole: Path) -> None:
     assert rows.trained_on == simulated().trained_on
     offered_tok_s = rows.features[:, 1] * sum(LENGTHS)
     assert (rows.throughput_tok_s <= 1.5 * offered_tok_s).all()
-    assert set(rows.features[:, -1]) == {4, 8, 16}
+    assert set(rows.features[:, 6]) == {4, 8, 16}
     assert 0 < rows.is_starved.sum() < len(rows)
     assert offered_tok_s[rows.is_starved].min() > offered_tok_s.min()
 
@@ -79,10 +79,21 @@ def test_fewer_rows_are_the_first_ones_of_more(whole: Path, tmp_path: Path) -> N
     assert path.read_bytes() == whole.read_bytes()
 
 
+def test_scaled_rates_are_shares_of_what_the_gpu_serves_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    asked = [replace(point, share=share) for point in points() for share in (0.5, 0.7, 1.5)]
+    make_dataset(path, replace(simulated(), duration_s=300.0), points=asked)
+    rows = read_dataset(path)
+    order = [json.loads(line)[0] for line in path.read_text().splitlines()[1:]]
+    shares = np.array([asked[number].share for number in order])
+    keeps_up = rows.throughput_tok_s / rows.offered_tok_s
+    assert keeps_up[shares < 1].min() > 0.9 > keeps_up[shares > 1].max()
+
+
 def test_points_without_memory_for_a_request_are_left_out(tmp_path: Path) -> None:
     path, asked = tmp_path / "some.jsonl", points(most_slots=10_000)
     assert make_dataset(path, simulated(), points=asked) == len(asked) * 2 // 3
-    assert set(read_dataset(path).features[:, -1]) == {4, 8}
+    assert set(read_dataset(path).features[:, 6]) == {4, 8}
     assert make_dataset(path, simulated(), points=asked) == len(asked) * 2 // 3
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from loraplex.planner.demand import AdapterDemand
-from loraplex.planner.features import FEATURE_NAMES, slot_features
-from loraplex.planner.grid import draw, scaled_grid, whole_grid
+from loraplex.planner.features import FEATURE_NAMES, slot_features, with_ratios
+from loraplex.planner.grid import scaled_grid, whole_grid
 
 ADAPTERS = [
     AdapterDemand(name="a", rank=8, rate_rps=0.5),
@@ -19,8 +19,15 @@ OF_ADAPTERS = [3, 3.0, (0.5 / 3) ** 0.5, 32, 16.0, 128**0.5]
 
 
 def test_features_of_an_engine_with_slots() -> None:
-    assert FEATURE_NAMES[-1] == "adapter_slots"
-    assert slot_features(ADAPTERS, 2).tolist() == pytest.approx([*OF_ADAPTERS, 2])
+    assert FEATURE_NAMES[6:] == ("adapter_slots", "slots_per_adapter", "slot_ranks", "rate_spread")
+    assert slot_features(ADAPTERS, 2).tolist() == pytest.approx(
+        [*OF_ADAPTERS, 2, 2 / 3, 64, (0.5 / 3) ** 0.5]
+    )
+
+
+def test_ratios_of_rows_are_those_of_their_adapters() -> None:
+    features = np.array([slot_features(ADAPTERS[:number], slots) for number in (1, 3) for slots in (1, 3, 7)])
+    assert (with_ratios(features[:, :7].astype(np.float64)) == features).all()
 
 
 def test_the_grid_is_every_choice_of_sizes_and_rates_with_as_many_slots_as_adapters_or_fewer() -> None:
@@ -30,10 +37,8 @@ def test_the_grid_is_every_choice_of_sizes_and_rates_with_as_many_slots_as_adapt
     assert len(set(points)) == len(points)
 
 
-def test_scaled_rates_add_up_to_shares_of_what_the_base_model_serves() -> None:
-    points = scaled_grid(40.0)
-    sums = np.array([point.sum_rate_rps for point in points])
-    assert 0.8 <= sums.min() < sums.max() <= 52.0
-    assert np.median(sums) == pytest.approx((0.8 * 52.0) ** 0.5, rel=0.01)
-    point = points[-1]
-    assert draw(point, np.random.default_rng(0)).rates_rps.sum() == pytest.approx(point.sum_rate_rps)
+def test_shares_of_the_scaled_grid_are_spread_evenly_over_the_logarithm() -> None:
+    shares = np.array([point.share for point in scaled_grid()])
+    assert len(shares) == 2 * len(whole_grid())
+    assert 0.7 <= shares.min() < shares.max() <= 1.6
+    assert np.median(shares) == pytest.approx((0.7 * 1.6) ** 0.5, rel=0.01)

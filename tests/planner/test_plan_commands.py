@@ -63,6 +63,7 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert written["gpus"][0]["adapters"] == 40
     assert 0 < written["gpus"][0]["utilisation"] < 1
     assert [each["plan"] for each in written["alternatives"]][-1] == "dlora"
+    assert written["alternatives"][0]["plan"] == "this plan"
     assert picture.stat().st_size > 1000
     assert "40 adapters on 1 GPU" in plan("show", out).output
     listed = plan("show", out, "--adapters").output.splitlines()
@@ -100,6 +101,15 @@ def test_copies_of_an_adapter_are_shown_and_checked_as_one(tmp_path: Path) -> No
     assert plan("check", out, "--seeds", "1", "--seconds", "300").exit_code == 0
     assert make(*asked, "--out", out).exit_code == 0
     assert len(read_plan(out).gpus) == 1
+
+
+def test_without_a_file_the_plan_is_shown_only(tmp_path: Path) -> None:
+    adapters = table(tmp_path, 8, 0.05)
+    made = make("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--packer", "max-base")
+    assert made.exit_code == 0, words_of(made)
+    assert "8 adapters on 1 GPU" in made.output
+    assert "no file was written; --out PLAN.json writes the plan" in made.output
+    assert list(tmp_path.iterdir()) == [adapters]
 
 
 def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from small import LENGTHS, by_hand, random_features, slot_profile
 
 from loraplex.planner.demand import AdapterDemand, PlanError
+from loraplex.planner.features import FEATURE_NAMES
 from loraplex.planner.judge import Judge, Verdict
 from loraplex.planner.surrogate import SurrogateJudge
 from loraplex.planner.surrogate_json import (
@@ -112,7 +113,7 @@ def test_a_file_holds_the_whole_surrogate(tmp_path: Path) -> None:
     assert (found.throughput.values(rows) == written.throughput.values(rows)).all()
     document = json.loads(path.read_text())
     assert document["environment"] == {"date": "2026-01-01"}
-    assert document["units"].keys() == {*document["ranges"], "throughput", "starvation", "trained_on"}
+    assert document["units"].keys() == {*FEATURE_NAMES, "throughput", "starvation", "trained_on"}
 
 
 def with_nodes(document: dict[str, Any], change: Callable[[bytes], bytes]) -> None:

@@ -18,7 +18,7 @@ def random_tree(rng: np.random.Generator, depth: int = 0) -> Tree:
     """Return a tree that splits at values which rows have, so that the edges are met."""
     if depth == 6 or rng.random() < 0.25:
         return Tree(LEAF, float(rng.choice((1.0, 2.5))))
-    feature = int(rng.integers(7))
+    feature = int(rng.integers(len(NAMES)))
     left, right = random_tree(rng, depth + 1), random_tree(rng, depth + 1)
     return Tree(feature, float(rng.choice(ROWS[:, feature])), left, right)
 

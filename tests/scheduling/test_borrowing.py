@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from loraplex.core.due_places import DuePlaces
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
@@ -59,9 +60,16 @@ def borrowing_of(bound: float | None = 0.0, costs: DriftWatch | None = None, **m
     memory = SeparateMemory(num_blocks=100, block_size=4, adapter_bytes=0)
     fair = FairShare(RequestCosts(None, memory.table.known_bytes))
     fair.set_policies([TenantPolicy(name="big", share=3.0)])
-    made = Borrowing(bound, fair, memory, costs)
-    made.observe(Counter(means), 1000.0)  # long enough to be the mean
-    return made
+    places = DuePlaces(fair.share)
+    ask_for(places, 0.0, **means)
+    return Borrowing(bound, fair, places, memory, costs)
+
+
+def ask_for(places: DuePlaces, since_s: float, **counts: int) -> None:
+    """Let tenants have so many requests, for long enough to be the mean, and decide who is bounded."""
+    for tenant, count in counts.items():
+        places.change(tenant, count, since_s)
+    places.observe(since_s + 999.0)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +93,6 @@ def test_what_a_tenant_is_due_grows_with_its_share() -> None:
     asked = RequestState(request_of("big"))
     assert made.may_run(asked, sequences(big=14))
     assert not made.may_run(asked, sequences(big=15))
-
-
-def test_many_tenants_are_not_counted_again_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = borrowing_of()
-    asked: list[str] = []
-
-    def share(tenant: str) -> float:
-        asked.append(tenant)
-        return 1.0
-
-    monkeypatch.setattr(made._places, "_share", share)
-    made.observe(Counter({f"t{number}": 1 for number in range(200)} | {"many": 900}), 2000.0)
-    for number in range(200):
-        assert made.may_run(RequestState(request_of(f"t{number}")), ())
-    assert len(asked) == 201
 
 
 def test_alone_it_runs_all_it_has() -> None:
@@ -131,12 +124,27 @@ def test_nobody_borrows_what_makes_others_miss_their_time_per_token(part: float,
 def test_who_is_refused_what_it_asks_for_stays_bounded_until_it_asks_for_its_share() -> None:
     made = borrowing_of(many=100, one=5)
     asked, running = RequestState(request_of("many")), sequences(many=5)
-    made.observe(Counter(many=8, one=5), 2000.0)
+    ask_for(made.places, 2000.0, many=-92)
     assert not made.may_run(asked, running)
-    made.observe(Counter(many=5, one=5), 3000.0)
+    ask_for(made.places, 3000.0, many=-3)
     assert made.may_run(asked, running)
-    made.observe(Counter(many=8, one=5), 4000.0)
+    ask_for(made.places, 4000.0, many=3)
     assert made.may_run(asked, running), "a burst"
+
+
+def test_what_was_not_asked_for_during_a_pause_counts_as_a_burst() -> None:
+    places = DuePlaces(lambda tenant: 1.0)
+    ask_for(places, 0.0, a=1, b=1)
+    places.change("a", 39, 2000.0)
+    places.observe(2000.0)
+    assert places.due("a") is None, "it has asked for one until now"
+    places.observe(2010.0)
+    assert places.due("a") == pytest.approx(1.0)
+    places.change("a", -40, 2010.0)
+    places.observe(2070.0)
+    places.change("a", 40, 2070.0)
+    places.observe(2070.0)
+    assert places.due("a") is None, "it has asked for nothing for a minute"
 
 
 def test_who_is_bounded_waits_behind_the_others_and_starves_nobody() -> None:

@@ -103,6 +103,7 @@ class Bench:
             if chunk.start == 0 and chunk.request_id not in self.begun
         ]
         self.preempted += plan.preempted
+        assert not {*plan.preempted} & {chunk.request_id for chunk in plan.chunks}
         for load in plan.adapter_loads:
             self.scheduler.adapter_loaded(load.version)
         updates = self.scheduler.take_failures()
@@ -369,15 +370,71 @@ def test_a_line_that_runs_gives_its_place_to_a_live_request_and_goes_on_later() 
 
 
 def test_a_line_gives_its_memory_to_a_live_request() -> None:
-    bench = Bench(max_running=8, num_blocks=9)
+    bench = Bench(max_running=8, num_blocks=10)
     lines = [bench.add("a", prompt=16, output=4, priority=BATCH_PRIORITY) for _ in range(2)]
     bench.step()
     live = bench.add("b", prompt=16, output=4)
-    while live not in bench.ended:
-        bench.step()
-    assert not set(bench.ended) & {lines[1]}
+    bench.step()
+    assert live in bench.begun
+    assert bench.preempted == [lines[1]]
     bench.run()
     assert sorted(bench.ended) == sorted([live, *lines])
+
+
+def test_no_line_gives_way_to_what_would_be_short_of_memory_anyway() -> None:
+    bench = Bench(max_running=2, num_blocks=14)
+    bench.add("b", prompt=36, output=4)
+    line = bench.add("a", prompt=4, output=9, priority=BATCH_PRIORITY)
+    bench.step()
+    live = bench.add("b", prompt=36, output=4)
+    for _ in range(3):
+        bench.step()
+    assert live not in bench.begun
+    assert not bench.preempted
+    bench.run()
+    assert line in bench.ended
+
+
+def test_lines_give_way_only_to_requests_that_begin_in_that_step() -> None:
+    """The tenant `many` may run one request more than it does, and each step has room for few prompts."""
+    bench = Bench(max_running=20, max_borrowing=0.0, num_blocks=2000)
+    for _ in range(20):
+        bench.add("lines", output=50, priority=BATCH_PRIORITY)
+    bench.step()
+    for _ in range(60):
+        bench.add("many", output=20)
+    for number in range(60):
+        if number % 3 == 0:
+            bench.add("one", output=5)
+        num_begun = len(bench.begun)
+        plan = bench.step()
+        assert len(plan.preempted) <= len(bench.begun) - num_begun
+    assert bench.preempted
+
+
+def test_lines_keep_their_places_while_a_step_has_no_room_for_more_prompts() -> None:
+    bench = Bench(max_running=20, num_blocks=2000, max_model_len=600)
+    for _ in range(20):
+        bench.add("lines", output=500, priority=BATCH_PRIORITY)
+    bench.step()
+    bench.step()
+    for _ in range(20):
+        bench.add("live", prompt=500, output=5)
+    for _ in range(10):
+        plan = bench.step()
+        assert len(plan.preempted) <= 1
+        assert len(plan.chunks) >= 18
+    assert bench.preempted
+
+
+def test_a_line_of_a_tenant_served_before_another_gives_it_nothing() -> None:
+    bench = Bench([TenantPolicy(name="later", priority=1)], max_running=1)
+    line = bench.add("a", output=9, priority=BATCH_PRIORITY)
+    bench.step()
+    bench.add("later")
+    bench.run()
+    assert not bench.preempted
+    assert bench.ended[0] == line
 
 
 def test_a_live_request_takes_no_place_from_a_live_one_of_a_higher_priority() -> None:
@@ -456,7 +513,7 @@ def test_no_request_starves_whatever_tenants_priorities_and_objectives_there_are
                 draw.choice(["", "a", "b", "c"]),
                 prompt=draw.randint(1, MAX_PROMPT),
                 output=draw.randint(1, MAX_OUTPUT),
-                priority=draw.choice([0, 0, 0, -1, 4]),
+                priority=draw.choice([0, 0, 0, -1, 4, BATCH_PRIORITY]),
                 slo_ttft_s=draw.choice([None, None, 2.0]),
                 adapter=draw.choice([None, "v", "w"]),
             )

@@ -81,6 +81,11 @@ def test_what_would_change_the_answer_but_is_not_supported_is_refused(
     assert error["message"].startswith(f"`{field}` is not supported by this server; leave it out")
 
 
+def test_an_empty_list_is_said_to_be_empty(api: Api) -> None:
+    error = error_of(api.post("/v1/chat/completions", {**CHAT, "messages": []}))
+    assert error["message"] == "messages is empty; give at least one item"
+
+
 def test_suffix_is_not_supported_for_completions_either(api: Api) -> None:
     error = error_of(api.post("/v1/completions", {**COMPLETION, "suffix": "x"}))
     assert (error["param"], error["message"]) == (

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loraplex.core.errors import DiskFullError
+from loraplex.core.errors import DiskFullError, StorageError
 from loraplex.server.batches.results import LineError, LineResult, ResultFile
+from loraplex.server.batches.store import BatchStore
 
 
 def result(custom_id: str) -> LineResult:
@@ -30,6 +34,44 @@ def test_a_line_that_is_not_whole_is_cut_off(tmp_path: Path, torn: bytes) -> Non
     again.append([result("c")])
     again.close()
     assert path.read_bytes() == whole + whole[: len(whole) // 2].replace(b'"a"', b'"c"')
+
+
+def test_a_damaged_batch_is_left_out(tmp_path: Path) -> None:
+    store = BatchStore(root=tmp_path, base_model="base")
+    (tmp_path / "all").mkdir()
+    for suffix in (".open", ".json"):
+        (tmp_path / "all" / "batch_1").with_suffix(suffix).write_text("{")
+    upload = tmp_path / "all" / "file-1.jsonl"
+    upload.touch()
+    os.utime(upload, (1, 1))
+    damaged: list[StorageError] = []
+    assert store.open_batches(damaged.append) == []
+    assert "batch_1.json is damaged" in str(damaged[0])
+    store.remove_abandoned()
+    assert upload.exists(), "it may be a result of that batch"
+
+
+MANY_THREADS = """
+import sys, threading
+import msgspec
+from loraplex.server.decoders import decode_json
+sys.setswitchinterval(1e-6)
+for number in range(300):
+    inner = msgspec.defstruct("Inner", [(f"f{i}", int | None, None) for i in range(20)])
+    kind = msgspec.defstruct("Outer", [("inner", inner | None, None), ("others", list[inner], [])])
+    barrier = threading.Barrier(4)
+    def read():
+        barrier.wait()
+        decode_json(b'{"others": [{"f1": 1}]}', kind)
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+"""
+
+
+def test_threads_may_meet_a_struct_at_the_same_time() -> None:
+    """Decoding with `type=` crashes this process most of the time."""
+    assert subprocess.run([sys.executable, "-c", MANY_THREADS], timeout=120).returncode == 0
 
 
 class FullDisk:

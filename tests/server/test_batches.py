@@ -169,6 +169,11 @@ def test_a_broken_line_is_named(client: openai.OpenAI, text: str | bytes, code: 
     assert message in error.message
 
 
+def test_a_byte_order_mark_is_no_part_of_a_line(client: openai.OpenAI) -> None:
+    batch = ended(client, begin(client, b"\xef\xbb\xbf" + line("a").encode(), line("b")).id)
+    assert results(client, batch.output_file_id).keys() == {"a", "b"}
+
+
 def test_an_empty_file_and_one_with_too_many_lines_fail(client: openai.OpenAI) -> None:
     assert ended(client, begin(client, "\n\n").id).errors.data[0].code == "empty_file"
     many = ended(client, begin(client, *(line(str(i)) for i in range(51))).id)
@@ -241,13 +246,13 @@ def test_bad_batches_are_refused(client: openai.OpenAI) -> None:
 
     with pytest.raises(openai.NotFoundError, match="there is no file"):
         create()
-    for fields in (
-        {"endpoint": "/v1/embeddings"},
-        {"completion_window": "soon"},
-        {"completion_window": "31d"},
-        {"metadata": {"k": "x" * 513}},
+    for fields, message in (
+        ({"endpoint": "/v1/embeddings"}, "send /v1/chat/completions, /v1/completions or /v1/responses"),
+        ({"completion_window": "1 day"}, "'1 day'; give minutes, hours or days, such as 90m, 24h or 30d"),
+        ({"completion_window": "31d"}, "at most 30d"),
+        ({"metadata": {"k": "x" * 513}}, "metadata"),
     ):
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(openai.BadRequestError, match=message):
             create(**fields)
 
 

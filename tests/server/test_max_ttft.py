@@ -237,6 +237,25 @@ def test_what_answers_took_corrects_the_next_predictions() -> None:
     book.admit(1, caller=acme)
 
 
+def test_requests_without_limits_count_as_what_their_tenants_ask_for() -> None:
+    clock = ManualClock()
+    book = WaitingBook(WaitingLimits(max_borrowing=0.0), clock)
+    many, one = Caller(tenant="many"), Caller(tenant="one")
+    book.admit(1, caller=one)
+    tickets = [book.admit(1, caller=many)]
+    clock.advance(60.0)
+    tickets += [book.admit(1, caller=many) for _ in range(39)]
+    assert book.room.before(many).bounded is None, "a burst"
+    clock.advance(20.0)
+    book.admit(1, caller=one)
+    assert book.room.before(many).bounded is not None
+    for ticket in tickets:
+        ticket.close()
+    clock.advance(60.0)
+    book.admit(1, caller=one)
+    assert book.room.before(many).bounded is None
+
+
 # ---- fleets
 
 

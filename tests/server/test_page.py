@@ -65,6 +65,19 @@ def test_files_name_no_other_host_and_only_files_that_exist() -> None:
             assert f"/page/{name}" in files
 
 
+def test_no_other_page_of_the_server_runs_scripts_from_elsewhere(api: Api) -> None:
+    for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+        assert api.get(path).status_code == 404, path
+    described = api.get("/openapi.json").json()["paths"]
+    pages = []
+    for path in ("/openapi.json", "/", *described):
+        answer = api.get(path)
+        if "html" in answer.headers.get("content-type", ""):
+            pages.append(path)
+            assert not re.search(r"https?:|//[a-z]+\.", answer.text), path
+    assert pages == ["/"]
+
+
 def test_the_page_needs_no_key_but_what_it_shows_does(make_api: ApiFactory) -> None:
     api = make_api(api_keys=("secret",))
     assert all(api.get(path).status_code == 200 for path in page_files())

@@ -82,18 +82,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
     ({"background": True}, "background", "make a batch"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
-    ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", "tool_choice must be"),
-    ({"input": []}, "input", "length"),
+    ({"input": []}, "input", "input is empty; give at least one item"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "not supported"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "input_image"),
-    ({"input": [{"role": "robot", "content": "x"}]}, "input[0]", "robot"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type",
+     "'input_image' is not supported by this server; send text alone"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "send system, developer, user or"),
+    ({"top_logprobs": 2}, "top_logprobs", "2 is not supported by this server; leave it out"),
+    ({"truncation": "auto"}, "truncation", "not supported by this server; leave it out, or send disabled"),
     ({"input": [{"type": ["message"], "content": "x"}]}, "input[0].type", "not supported"),
     ({"input": "x " * 2000}, "input", "context"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort", "not supported"),
     ({"model": "nobody"}, "model", "nobody"),
-]
+]  # fmt: skip
 
 
 def test_what_is_not_supported_is_named(make_api: Callable[..., Api]) -> None:

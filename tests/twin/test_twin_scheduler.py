@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
@@ -20,9 +22,9 @@ from loraplex.twin.quick_scheduler import QuickScheduler, StepChunks
 from loraplex.twin.twin_scheduler import TwinScheduler
 
 
-def make_scheduler(kind: type[TwinScheduler], *, keeps_contents: bool) -> TwinScheduler:
+def make_scheduler(kind: type[TwinScheduler], *, keeps_contents: bool, max_running: int = 8) -> TwinScheduler:
     """Return one with too little KV memory for its requests, some of which end at the longest context."""
-    config = SchedulerConfig(max_model_len=48, max_running=8, work=StepWork(max_tokens=32))
+    config = SchedulerConfig(max_model_len=48, max_running=max_running, work=StepWork(max_tokens=32))
     pool = BlockPool if keeps_contents else CountedPool
     memory = SeparateMemory(num_blocks=16, block_size=4, adapter_bytes=0, pool=pool)
     scheduler = kind(config, memory)
@@ -78,6 +80,48 @@ def test_landing_decides_and_reports_what_updates_do(
     assert not twin.has_work()
     assert num_quiet > 50
     assert own.stats(num_steps).num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("max_running", [2, 8])
+def test_lines_of_batches_give_way_alike(num_ahead: int, max_running: int) -> None:
+    """For a place with two running requests, for memory with eight."""
+    kinds = (QuickScheduler, TwinScheduler)
+    quick, own = (make_scheduler(each, keeps_contents=False, max_running=max_running) for each in kinds)
+    line = SamplingParams(max_tokens=30, ignore_eos=True)
+    for scheduler in (quick, own):
+        for number in range(12):
+            scheduler.cancel(str(number))
+        for number in range(20, 26):
+            scheduler.add(
+                EngineRequest(
+                    request_id=str(number), prompt_token_ids=[7] * 9, params=line, priority=BATCH_PRIORITY
+                )
+            )
+    plans: list[tuple[StepPlan, StepPlan]] = []
+    num_steps, preempted = 0, set[str]()
+    while own.has_work():
+        num_steps += 1
+        if num_steps % 5 == 0 and num_steps < 30:
+            for scheduler in (quick, own):
+                live = EngineRequest(
+                    request_id=str(30 + num_steps),
+                    prompt_token_ids=[3] * 20,
+                    params=replace(line, max_tokens=3),
+                )
+                scheduler.add(live)
+        plan, decided = own.schedule(), quick.schedule()
+        assert looked_at(decided) == looked_at(plan)
+        preempted.update(plan.preempted)
+        plans += [(plan, decided)] if plan.chunks else []
+        while len(plans) > (num_ahead if plan.chunks else 0):
+            of_own, of_quick = plans.pop(0)
+            update_all(own, of_own)
+            quick.land(of_quick)
+        quick.check_integrity()
+        own.check_integrity()
+    assert not quick.has_work()
+    assert preempted
 
 
 def test_a_step_has_the_features_of_its_chunks() -> None:

@@ -39,6 +39,7 @@ from loraplex.server.batches.results import (
     new_result_id,
 )
 from loraplex.server.batches.store import OwnedFiles
+from loraplex.server.decoders import decode_json
 from loraplex.server.responses import ErrorBody
 from loraplex.server.tenants.access import Access
 
@@ -217,7 +218,7 @@ class BatchRun:
         """Return whether the server may answer a line later: it is busy, starts, stops or has crashed."""
         if call.status not in _TRY_AGAIN:
             return False
-        if call.status == 503 and msgspec.json.decode(call.body, type=ErrorBody).error.code == "engine_down":
+        if call.status == 503 and decode_json(call.body, ErrorBody).error.code == "engine_down":
             num_crashes = self._num_crashes.get(line.custom_id, 0) + 1
             self._num_crashes[line.custom_id] = num_crashes
             return num_crashes < _MAX_CRASHES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from msgspec import Meta
 
 from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.server.batches.objects import BatchError
+from loraplex.server.decoders import decode_json
 
 MAX_ERRORS: Final = 100
 """Broken lines that are named; the others are counted."""
@@ -99,7 +101,7 @@ def read_input(path: Path, endpoint: str, *, max_lines: int, max_line_bytes: int
 
 def request_body(raw: bytes) -> tuple[str, bytes]:
     """Return a line's URL and the body to send, with the priority of batches."""
-    line = msgspec.json.decode(raw, type=_Line)
+    line = decode_json(raw, _Line)
     # Of a field that is given twice, the last one counts: the body need not be decoded here.
     return line.url, bytes(line.body).rstrip()[:-1] + b',"priority":%d}' % BATCH_PRIORITY
 
@@ -125,6 +127,10 @@ def by_adapter(lines: Iterable[InputLine], num_at_once: int) -> Iterator[InputLi
 def _lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
     """Yield number, offset and text of each line; None for one that is too long, which is not kept."""
     number = offset = 0
+    if file.read(len(BOM_UTF8)) == BOM_UTF8:  # as editors on Windows write
+        offset = len(BOM_UTF8)
+    else:
+        file.seek(0)
     while text := file.readline(max_bytes + 2):
         number += 1
         num_bytes = len(text)
@@ -141,7 +147,7 @@ def _lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes | 
 
 def _parse(text: bytes, endpoint: str, number: int, offset: int) -> InputLine:
     try:
-        line = msgspec.json.decode(text, type=_Line)
+        line = decode_json(text, _Line)
     except msgspec.ValidationError as error:
         raise InputError.of("invalid_line", f"is not a request: {error}") from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -150,7 +156,7 @@ def _parse(text: bytes, endpoint: str, number: int, offset: int) -> InputLine:
         wrong = f"is for {line.url[:64]!r}, and the batch for {endpoint}; make a batch for each endpoint"
         raise InputError.of("mismatched_endpoint", wrong, "url")
     try:
-        body = msgspec.json.decode(line.body, type=_Body)
+        body = decode_json(line.body, _Body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InputError.of("invalid_body", f"has a wrong body: {error}", "body") from None
     if body.stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,10 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex.server.deps import ServerDeps
 from loraplex.server.errors import install_error_handlers
 from loraplex.server.generation_routes import generation_router
-from loraplex.server.request_log import RequestLogMiddleware, new_request_id, request_record
+from loraplex.server.request_log import BATCH_KIND, RequestLogMiddleware, new_request_id, request_record
 from loraplex.server.tenants.access import Access, access_of, grant
-
-KEY_KIND: Final = "batch"
 
 
 def line_app(deps: ServerDeps) -> ASGIApp:
@@ -37,7 +35,7 @@ class _SenderMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = request_record(scope)
-        record.key_kind, record.tenant = KEY_KIND, access_of(scope).tenant or None
+        record.key_kind, record.tenant = BATCH_KIND, access_of(scope).tenant or None
         await self._app(scope, receive, send)
 
 

@@ -14,6 +14,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 MAX_PAGE: Final = 10_000
+WINDOW_PATTERN: Final = "^([1-9][0-9]{0,3})([mhd])$"
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +138,7 @@ class CreateBatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
     input_file_id: str
     endpoint: Endpoint
-    completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,3}[mhd]$")]
+    completion_window: Annotated[str, Meta(extra_json_schema={"pattern": WINDOW_PATTERN})]
     metadata: Metadata | None = None
 
 

@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 from loraplex.server.batches.store import storage_errors
+from loraplex.server.decoders import decode_json
 
 
 class LineResponse(msgspec.Struct, kw_only=True):
@@ -123,7 +124,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                done = msgspec.json.decode(line, type=_Done)
+                done = decode_json(line, _Done)
             except (msgspec.DecodeError, UnicodeError):
                 return
             yield done.custom_id, len(line)

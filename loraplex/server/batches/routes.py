@@ -12,6 +12,7 @@ from starlette.responses import FileResponse, Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.server.batches.objects import (
+    WINDOW_PATTERN,
     BatchList,
     BatchObject,
     CreateBatchRequest,
@@ -160,8 +161,12 @@ def _add_batches(router: APIRouter, deps: ServerDeps, store: BatchStore) -> None
 
 
 def _window_s(window: str) -> int:
-    match = re.fullmatch(r"(\d+)([mhd])", window)
-    assert match is not None, "checked when it was decoded"
+    match = re.fullmatch(WINDOW_PATTERN, window)
+    if match is None:
+        raise InvalidRequestError(
+            f"completion_window is {window[:64]!r}; give minutes, hours or days, such as 90m, 24h or 30d",
+            param="completion_window",
+        )
     seconds = int(match[1]) * _UNIT_S[match[2]]
     if seconds > _MAX_WINDOW_S:
         raise InvalidRequestError(

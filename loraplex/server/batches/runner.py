@@ -42,6 +42,7 @@ class BatchRunner:
         self._runs: dict[str, tuple[str, asyncio.Task[None]]] = {}  # tenant and task, by batch
         self._running: dict[str, BatchRun] = {}
         self._gate = LineGate(deps.waiting, self._num_replicas)
+        self._damaged: set[str] = set()
 
     async def run(self) -> None:
         """Run batches until cancelled."""
@@ -50,7 +51,7 @@ class BatchRunner:
             await self._look(self._store.remove_abandoned)
             while True:
                 self._wake.clear()
-                for stored in await self._look(self._store.open_batches) or ():
+                for stored in await self._look(self._open_batches) or ():
                     self._start(stored)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _SCAN_S)
@@ -61,6 +62,14 @@ class BatchRunner:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
+
+    def _open_batches(self) -> list[StoredBatch]:
+        return self._store.open_batches(self._on_damaged)
+
+    def _on_damaged(self, error: StorageError) -> None:
+        if (reason := str(error)) not in self._damaged:
+            self._damaged.add(reason)
+            logger.warning("a batch is left out: %s", reason)
 
     def _on_change(self) -> None:
         self._wake.set()

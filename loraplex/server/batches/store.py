@@ -40,6 +40,7 @@ from loraplex.server.batches.objects import (
     StoredBatch,
     new_id,
 )
+from loraplex.server.decoders import decode_json
 from loraplex.server.errors import ConflictError, NotFoundError
 
 _FILE_ID: Final = re.compile(r"file-[0-9a-f]{32}")
@@ -102,20 +103,30 @@ class BatchStore:
         for listener in self.listeners:
             listener()
 
-    def open_batches(self) -> list[StoredBatch]:
-        """Return this server's batches that have not ended, oldest first."""
+    def open_batches(self, on_damaged: Callable[[StorageError], None]) -> list[StoredBatch]:
+        """Return this server's batches that have not ended, oldest first. `on_damaged`: called for those that
+        cannot be read."""
         found = []
         with storage_errors(self.root):
             for mark in sorted(self.root.glob("*/batch_*.open"), key=lambda path: path.name):
-                stored = _read(mark.with_suffix(".json"), StoredBatch)
+                try:
+                    stored = _read(mark.with_suffix(".json"), StoredBatch)
+                except StorageError as error:
+                    on_damaged(error)
+                    continue
                 if stored is not None and stored.base_model == self.base_model:
                     found.append(stored)
         return found
 
     def remove_abandoned(self) -> None:
-        """Remove what killed processes left: uploads that were cut, and contents without their JSON."""
+        """Remove what killed processes left: uploads that were cut, and contents without their JSON. Nothing
+        while a batch is damaged: its results are not known."""
         before_s = time.time() - _ABANDONED_S  # of the files' own times
-        kept = {name for each in self.open_batches() for name in (each.result_id, each.failure_id)}
+        damaged: list[StorageError] = []
+        open_batches = self.open_batches(damaged.append)
+        if damaged:
+            return
+        kept = {name for each in open_batches for name in (each.result_id, each.failure_id)}
         with storage_errors(self.root):
             for path in self.root.glob("*/file-*"):
                 is_whole = path.suffix == ".json" or path.with_suffix(".json").exists()
@@ -324,7 +335,7 @@ def _from(names: list[str], after: str | None, *, is_descending: bool) -> list[s
 
 def _read(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decode_json(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeError) as error:

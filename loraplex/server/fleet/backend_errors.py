@@ -17,6 +17,7 @@ from loraplex.core.errors import (
     RequestMovedError,
 )
 from loraplex.server.continuing import NotTakenError
+from loraplex.server.decoders import decode_json
 from loraplex.server.errors import SERVER_ERROR, QueueFullError
 from loraplex.server.fleet.backend_http import Answer
 
@@ -62,7 +63,7 @@ class _ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 def error_detail(answer: Answer) -> ErrorDetail:
     """Return the error in a body, or its first characters if the format is unknown."""
     try:
-        error = msgspec.json.decode(answer.body, type=_ErrorBody).error
+        error = decode_json(answer.body, _ErrorBody).error
     except msgspec.DecodeError:
         text = answer.body[:200].decode("utf-8", "replace").strip()
         return ErrorDetail(message=text or f"HTTP {answer.status}")

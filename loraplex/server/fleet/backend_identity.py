@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from loraplex.adapters.base_name import base_names, comparable_name
+from loraplex.server.decoders import decode_json
 from loraplex.server.fleet.backend_errors import error_detail
 from loraplex.server.fleet.backend_http import (
     Answer,
@@ -168,7 +169,7 @@ def _models(answer: Answer, http: BackendHttp) -> list[_Model]:
     reason = f"GET /v1/models: HTTP {answer.status}"
     if answer.status == 200:
         try:
-            return msgspec.json.decode(answer.body, type=_ModelList).data
+            return decode_json(answer.body, _ModelList).data
         except msgspec.DecodeError:
             reason = "GET /v1/models: not a list of models"
     raise BackendError(

@@ -21,6 +21,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.engine.output_stream import Take
+from loraplex.scheduling.request_state import RequestState
 from loraplex.server.fleet.backend_adapters import BackendAdapters
 from loraplex.server.fleet.backend_errors import (
     AdapterMissingError,
@@ -30,6 +31,7 @@ from loraplex.server.fleet.backend_errors import (
 )
 from loraplex.server.fleet.backend_http import Answer, BackendHttp, UnreachableError
 from loraplex.server.fleet.completion_stream import CompletionReader, failed_output
+from loraplex.server.fleet.fair_turns import WaitForTurns
 from loraplex.server.fleet.liveness import Liveness
 from loraplex.server.fleet.stalled_streams import StalledStreams, StreamWait
 from loraplex.server.request_log import VERSION_HEADER
@@ -44,8 +46,11 @@ _END_WAIT_S: Final = 0.1
 class _Call(StreamWait):
     """A request that is sent or being answered. `opening`: the timeout of its wait for the headers; `reader`:
     its body. `moved`: why it was given up while it was being opened. `is_reported`: its reader knows that it
-    is queued."""
+    is queued. `queued_s`: when it came here; `awaits_turn`, `turn`: see `fair_turns`."""
 
+    queued_s: float = 0.0
+    awaits_turn: bool = False
+    turn: RequestState | None = None
     opening: asyncio.Timeout | None = None
     reader: aiohttp.StreamReader | None = None
     moved: RequestMovedError | None = None
@@ -68,7 +73,7 @@ class OpenCompletion(NamedTuple):
 
 class CompletionCalls:
     """Runs requests on one server. `on_first_token` is called for every request that gets one, `on_trouble`
-    for errors that may mean that the server is gone."""
+    for errors that may mean that the server is gone. `turns`: the order in which they are sent."""
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class CompletionCalls:
         adapters: BackendAdapters,
         liveness: Liveness,
         stalls: StalledStreams,
+        turns: WaitForTurns,
         clock: Clock,
         *,
         vocab_size: int | None,
@@ -86,6 +92,7 @@ class CompletionCalls:
         self._adapters = adapters
         self._liveness = liveness
         self._stalls = stalls
+        self._turns = turns
         self._clock = clock
         self._vocab_size = vocab_size
         self._on_first_token = on_first_token
@@ -97,6 +104,12 @@ class CompletionCalls:
         if (call := self._calls.get(request_id)) is not None:
             call.give_up(reason)
 
+    def give_up_waiting(self, reason: RequestMovedError) -> None:
+        """End the requests that wait for their turn with `reason`."""
+        for call in self._calls.values():
+            if call.awaits_turn:
+                call.give_up(reason)
+
     def stalled(self) -> list[str]:
         """Return the requests that have stalled."""
         return self._stalls.among(self._calls)
@@ -106,13 +119,16 @@ class CompletionCalls:
         return self._stalls.computes(self._calls)
 
     @asynccontextmanager
-    async def open(self, request: EngineRequest, body: dict[str, Any]) -> AsyncIterator[OpenCompletion]:
-        """Yield the answer to one request, which is cancelled there if this context ends early. Raises
-        NotAcceptedError if the server goes away before it has begun to answer."""
+    async def open(
+        self, request: EngineRequest, body: dict[str, Any], on_sent: Callable[[], None]
+    ) -> AsyncIterator[OpenCompletion]:
+        """Yield the answer to one request, which is cancelled there if this context ends early. `on_sent` is
+        called when its turn has come. Raises NotAcceptedError if the server goes away before it has begun to
+        answer."""
         era, has_begun = self._liveness.era, False
-        call = self._calls[request.request_id] = _Call(request.num_tokens)
+        call = self._calls[request.request_id] = _Call(request.num_tokens, queued_s=self._clock.now_s())
         try:
-            response = await self._open(request, body, era, call)
+            response = await self._open(request, body, era, call, on_sent)
             has_begun = True
             try:
                 call.reader, call.waits_since_s = response.content, None
@@ -135,9 +151,15 @@ class CompletionCalls:
             raise
         finally:
             del self._calls[request.request_id]
+            self._end_turn(call)
 
     async def _open(
-        self, request: EngineRequest, body: dict[str, Any], era: int, call: _Call
+        self,
+        request: EngineRequest,
+        body: dict[str, Any],
+        era: int,
+        call: _Call,
+        on_sent: Callable[[], None],
     ) -> aiohttp.ClientResponse:
         """Send a request. If the server turns out not to have the adapter, it is loaded there again, once."""
         url, adapter = self._http.url, request.adapter
@@ -147,6 +169,8 @@ class CompletionCalls:
                     call.waits_since_s = None  # while the adapter is loaded, perhaps once more
                     if adapter is not None:
                         await self._have(adapter)
+                    await self._come_to_turn(request, call)
+                    on_sent()
                     call.waits_since_s = self._clock.now_s()
                     response = await self._http.open_stream(
                         "/v1/completions", body, traceparent=request.traceparent
@@ -173,7 +197,23 @@ class CompletionCalls:
             if is_last or adapter is None:
                 raise problem
             self._adapters.doubt(adapter)
+            self._end_turn(call)  # others need not wait for the adapter
         raise AssertionError("one of the two attempts has returned or raised")
+
+    async def _come_to_turn(self, request: EngineRequest, call: _Call) -> None:
+        """Wait until it is a request's turn. One that began elsewhere has had its turn."""
+        if request.output_token_ids:
+            return
+        call.awaits_turn = True
+        try:
+            call.turn = await self._turns.wait(request, call.queued_s)
+        finally:
+            call.awaits_turn = False
+
+    def _end_turn(self, call: _Call) -> None:
+        if call.turn is not None:
+            self._turns.leave(call.turn)
+            call.turn = None
 
     async def _have(self, adapter: str) -> None:
         """Make sure that the server has an adapter. Raises AdapterMissingError if it refuses one that it
@@ -199,6 +239,8 @@ class CompletionCalls:
         call.waits_since_s = None
         if output.token_ids:
             self._stalls.arrived()
+            if call.turn is not None:
+                self._turns.got(call.turn, output.token_ids)
             if not call.has_tokens:
                 call.has_tokens = True
                 self._on_first_token()

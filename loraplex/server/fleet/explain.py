@@ -172,10 +172,12 @@ def _why(decision: Sent, policy: str, seen: Sequence[ReplicaSeen]) -> str:
     if routing != "auto":
         return ROUTINGS_EXPLAINED[routing]
     chosen = seen[decision.replica]
+    is_cheapest = chosen.ms_per_token <= min(row.ms_per_token for row in able)
+    price = "is the cheapest" if is_cheapest else "costs the fleet little more than the cheapest"
     if chosen.adapter in _HOMES:
-        return f"{_HOMES[chosen.adapter]}, and costs the fleet little more than the cheapest"
+        return f"{_HOMES[chosen.adapter]}, and {price}"
     if chosen.placed is not None:
-        return "the placement gives it the adapter, and it costs the fleet little more than the cheapest"
+        return f"the placement gives it the adapter, and it {price}"
     return "it costs the fleet the least time per token, or as good as that"
 
 

@@ -138,7 +138,7 @@ class FleetEngine:
         return min(stats.device_arena_bytes for stats in each) or None
 
     async def close(self) -> None:
-        self._requests.close()
+        self._requests.is_closing = True
         self._adapters.start_ended.set()
         await self._changes.close()
         for task in self._tasks:
@@ -339,7 +339,6 @@ class FleetEngine:
     def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
         """See AsyncEngine."""
         self._members.set_tenants(policies)
-        self._requests.set_tenants(policies)
 
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas; counters include replicas that have left, and the tier of an

@@ -15,12 +15,10 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.continuation import continued, request_id_of
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
-from loraplex.core.tenants import TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import Attempt, Continued, Serving, continuing
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError, NotAcceptedError
-from loraplex.server.fleet.fair_turns import FairTurns
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.request_report import RequestReport
@@ -91,7 +89,6 @@ class FleetRequests:
         self._resampled: dict[str, None] = {}  # calls, the latest last
         self.routing: LiveRouting | None = None
         self.is_closing = False
-        self._turns = FairTurns(self._clock, lambda: len(members.serving))
         self.recent = RecentRequests()
         self.continued: Counter[Continued] = Counter()
         self.num_migrated: Counter[int] = Counter()
@@ -100,22 +97,7 @@ class FleetRequests:
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. Raises EngineDeadError only if too many replicas died with the request, if none is
         left or none takes it for too long, or if none that is left could continue it like the one that
-        died. In front of servers, it may wait for its turn first."""
-        # One that began elsewhere has had its turn.
-        if not self._members.are_servers or request.output_token_ids:
-            return self._generate(request)
-        return self._turns.in_turn(request, self._generate)
-
-    def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
-        """Replace the rights of tenants."""
-        self._turns.set_tenants(policies)
-
-    def close(self) -> None:
-        """End the requests that wait for their turn: the whole fleet is being closed."""
-        self.is_closing = True
-        self._turns.close()
-
-    def _generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        died."""
         # A request that began elsewhere was admitted there.
         course = _Course(is_admitted=bool(request.output_token_ids))
 

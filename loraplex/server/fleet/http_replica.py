@@ -26,6 +26,7 @@ from loraplex.server.fleet.backend_http import BackendAddress, BackendHttp, Unre
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.completion_body import completion_body, continuation
 from loraplex.server.fleet.completion_calls import CompletionCalls
+from loraplex.server.fleet.fair_turns import WaitForTurns
 from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 from loraplex.server.fleet.requests_in_flight import RequestsInFlight
 from loraplex.server.fleet.server_watch import ServerWatch
@@ -59,13 +60,15 @@ class HttpReplica:
             is_registered=options.is_registered,
             in_use=self._in_flight.has,
         )
-        watch = ServerWatch(self._http, expected, self._adapters, self._in_flight, options, clock)
+        self._turns = turns = WaitForTurns(clock)
+        watch = ServerWatch(self._http, expected, self._adapters, self._in_flight, turns, options, clock)
         self._watch = watch
         self._calls = CompletionCalls(
             self._http,
             self._adapters,
             watch.liveness,
             watch.stalls,
+            self._turns,
             clock,
             vocab_size=options.vocab_size,
             on_first_token=watch.drops.answered,
@@ -126,6 +129,8 @@ class HttpReplica:
         )
         for request_id in request_ids:
             self._calls.give_up(request_id, EngineSilentError(reason))
+        if not self.healthy:  # they would stall too
+            self._calls.give_up_waiting(RequestMovedError(reason))
 
     async def start(
         self,
@@ -153,8 +158,13 @@ class HttpReplica:
         body = completion_body(request, model=model, kind=backend.kind, max_model_len=backend.max_model_len)
         self._in_flight.begin(request.adapter)
         wait, era = StreamWait(request.num_tokens), self._watch.drops.era
+
+        def note_sent() -> None:
+            nonlocal era
+            era = self._watch.drops.era
+
         try:
-            async with self._calls.open(request, body) as (take, wait):
+            async with self._calls.open(request, body, note_sent) as (take, wait):
                 yield take
         except NotAcceptedError as error:
             self._watch.note_drop(era, error, is_cut=isinstance(error.__cause__, UnreachableError))
@@ -211,8 +221,8 @@ class HttpReplica:
             self._watch.look.set()
 
     def set_tenants(self, policies: Sequence[TenantPolicy]) -> None:
-        """See AsyncEngine. Does nothing: the server knows no tenants, so that requests wait in front of it
-        (`fair_turns`)."""
+        """See AsyncEngine. The server knows no tenants: their requests wait in front of it (`fair_turns`)."""
+        self._turns.set_tenants(policies)
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. All are zero while the server is away."""

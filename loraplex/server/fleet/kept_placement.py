@@ -16,6 +16,7 @@ import msgspec
 
 from loraplex.core.errors import StorageError
 from loraplex.core.whole_file import write_whole
+from loraplex.server.decoders import decode_json
 from loraplex.server.requests import PlacementRequest
 
 FOLDER: Final = "placements"
@@ -43,7 +44,7 @@ class PlacementFile:
         """Return what is kept; None if nothing is."""
         with self._translated_errors("read"):
             try:
-                kept = msgspec.json.decode(self._path.read_bytes(), type=KeptPlacement)
+                kept = decode_json(self._path.read_bytes(), KeptPlacement)
             except FileNotFoundError:
                 return None
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -37,6 +37,7 @@ from loraplex.server.fleet.backend_identity import (
 )
 from loraplex.server.fleet.backend_metrics import parse_stats
 from loraplex.server.fleet.dropped_requests import DroppedRequests
+from loraplex.server.fleet.fair_turns import WaitForTurns
 from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 from loraplex.server.fleet.liveness import Liveness
 from loraplex.server.fleet.requests_in_flight import RequestsInFlight
@@ -61,6 +62,7 @@ class ServerWatch:
         expected: ExpectedBase,
         adapters: BackendAdapters,
         in_flight: RequestsInFlight,
+        turns: WaitForTurns,
         options: HttpReplicaOptions,
         clock: Clock,
     ) -> None:
@@ -68,6 +70,7 @@ class ServerWatch:
         self._expected = expected
         self._adapters = adapters
         self._in_flight = in_flight
+        self._turns = turns
         self._options = options
         self._clock = clock
         self.life = EngineLife("the replica was not started")
@@ -380,5 +383,5 @@ class ServerWatch:
         if era == self.liveness.era:
             if stats is not None:
                 self._stats = stats
-                self.stalls.saw(stats, num_ours=self._in_flight.num)
+                self.stalls.saw(stats, num_ours=self._in_flight.num - self._turns.num_waiting)
             self._stats_taken_s = self._clock.now_s()

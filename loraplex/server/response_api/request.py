@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import MAX_SEED
+from loraplex.server.body import convert_part
 from loraplex.server.chat_messages import (
     AssistantMessage,
     ChatMessage,
@@ -30,7 +31,6 @@ from loraplex.server.tool_calls.definitions import (
     Tool,
 )
 
-T = TypeVar("T")
 _MESSAGES: Final = {
     "system": SystemMessage,
     "developer": DeveloperMessage,
@@ -191,7 +191,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
         where = f"input[{index}]"
         kind = item.get("type", "message")
         if kind == "message":
-            message = _read(item, _MessageItem, where)
+            message = convert_part(item, _MessageItem, where)
             if message.role == "assistant":
                 content = _text(message.content)
                 messages.append(AssistantMessage(content=content, reasoning_content=reasoning))
@@ -199,7 +199,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             else:
                 messages.append(_MESSAGES[message.role](content=_text(message.content)))
         elif kind == "function_call":
-            call = _read(item, _CallItem, where)
+            call = convert_part(item, _CallItem, where)
             last = messages[-1] if messages else None
             if not isinstance(last, AssistantMessage):  # calls of one answer belong to one message
                 last = AssistantMessage(reasoning_content=reasoning)
@@ -208,10 +208,10 @@ def _messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             function = FunctionCall(name=call.name, arguments=call.arguments)
             last.tool_calls = [*(last.tool_calls or ()), ToolCall(id=call.call_id, function=function)]
         elif kind == "function_call_output":
-            output = _read(item, _OutputItem, where)
+            output = convert_part(item, _OutputItem, where)
             messages.append(ToolMessage(content=_text(output.output), tool_call_id=output.call_id))
         elif kind == "reasoning":
-            parts = _read(item, _ReasoningItem, where).content or []
+            parts = convert_part(item, _ReasoningItem, where).content or []
             reasoning = "".join(str(part.get("text", "")) for part in parts) or None
         else:
             raise InvalidRequestError(
@@ -236,7 +236,7 @@ def _tool(tool: dict[str, Any], index: int) -> Tool:
             "send functions, and answer their calls",
             param=f"{where}.type",
         )
-    read = _read(tool, FunctionTool, where)
+    read = convert_part(tool, FunctionTool, where)
     return Tool(
         function=FunctionDefinition(
             name=read.name, description=read.description, parameters=read.parameters, strict=read.strict
@@ -269,10 +269,3 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
         type="json_schema",
         json_schema=JsonSchemaFormat(name=given.name, schema=given.schema, description=given.description),
     )
-
-
-def _read(item: dict[str, Any], kind: type[T], where: str) -> T:
-    try:
-        return msgspec.convert(item, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"{where}: {error}", param=where) from None

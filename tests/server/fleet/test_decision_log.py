@@ -161,6 +161,20 @@ def test_a_decision_is_explained_with_the_replicas_as_they_were(tmp_path: Path) 
         assert row.ms_per_token == pytest.approx(row.step_ms + (row.queue_ms + row.load_ms) / 50, abs=0.01)
 
 
+def test_a_replica_that_is_the_cheapest_is_said_to_be(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path)
+    log.begin([began()])
+    routing = LiveRouting([began()], log.record)
+    routing.add(spec_of("v0"))
+    row = AdapterStats(version="v0", tier="device", num_bytes=64, in_flight=0, loads=1)
+    routing.saw(1, EngineStats(adapters=(row,), device_arena_bytes=1))
+    routing.route("asked-0", "v0", 90)
+    log.write(log.take())
+    (explanation,) = explain("asked", logged_decisions(tmp_path))
+    assert explanation.decision.replica == 1
+    assert explanation.why == "it had the adapter ready, and is the cheapest"
+
+
 def test_the_beginning_of_an_id_will_do_if_it_is_of_one_call_only(tmp_path: Path) -> None:
     sent = logged(tmp_path, 12)
     with pytest.raises(UserError, match="begins the ids of 12 calls, such as cmpl-0, "):

@@ -50,6 +50,24 @@ def test_each_target_counts_by_itself(first_s: float, each_s: float, expected: d
     assert counts == expected
 
 
+@pytest.mark.parametrize(("sending_s", "found"), [(0.05, 0.25), (0.5, None)])
+def test_the_time_per_token_is_the_engines_and_not_that_of_a_slow_client(
+    sending_s: float, found: float | None
+) -> None:
+    clock = ManualClock()
+    meter = metered(clock, Counter[Reached]())
+    meter.on_batch(delta(1))
+    begun_s = clock.now_s()
+    clock.advance(sending_s)
+    meter.sent(begun_s)
+    clock.advance(1.0 - sending_s)
+    meter.on_batch(delta(4, FinishReason.LENGTH))
+    begun_s = clock.now_s()
+    clock.advance(9.0)  # the client reads the end of the answer
+    meter.sent(begun_s)
+    assert meter.tpt_s == found
+
+
 def test_a_failure_misses_a_first_token_and_a_client_that_leaves_does_not() -> None:
     clock, counts = ManualClock(), Counter[Reached]()
     left = metered(clock, counts)

@@ -26,7 +26,7 @@ from tenant_reader import NAMES, all_answers, as_tenant, chat, check_answers, te
 import loraplex
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
-from loraplex.core.tenants import Caller
+from loraplex.core.tenants import BATCH_PRIORITY, Caller
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
 
@@ -108,8 +108,18 @@ def test_no_answer_names_anything_of_another_tenant(api: Api, tmp_path: Path) ->
     assert "acme-new" in served, "its own load works"
     check_answers(answers)
     mine = {each["name"]: each for each in api.get("/v1/adapters", headers=as_tenant("acme")).json()["data"]}
-    assert (mine["shared-poet"]["requests"], mine["acme-code"]["requests"]) == (0, 1)
+    assert (mine["shared-poet"]["requests"], mine["acme-code"]["requests"]) == (None, 1)
     assert {each["path"] for each in mine.values()} == {None}
+
+
+def test_no_live_request_of_a_tenant_passes_for_a_line_of_a_batch(api: Api) -> None:
+    for priority, status in ((BATCH_PRIORITY - 1, 200), (BATCH_PRIORITY, 400), (2**31 - 1, 400)):
+        body = {"model": "acme-chat", "prompt": "a", "max_tokens": 1, "priority": priority}
+        answer = api.post("/v1/completions", body, headers=as_tenant("acme"))
+        assert answer.status_code == status, answer.text
+        if status == 400:
+            assert answer.json()["error"]["param"] == "priority"
+            assert "lower one than 1,073,741,824" in answer.json()["error"]["message"]
 
 
 def test_suggestions_name_what_the_tenant_may_use(api: Api) -> None:

@@ -306,6 +306,8 @@ def test_the_command_prints_the_key_once_and_lists_without_it(tmp_path: Path) ->
         assert told in listed
     bad = CliRunner().invoke(app, ["tenant", "rotate", "acme", "--grace", "soon"], env=environment)
     assert (bad.exit_code, "30m, 24h or 7d" in bad.output) == (2, True)
+    bad = CliRunner().invoke(app, ["tenant", "add", "x", "--priority", "high"], env=environment)
+    assert (bad.exit_code, "'high' is not a whole number" in bad.output) == (2, True)
 
 
 @pytest.fixture

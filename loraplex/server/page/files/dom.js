@@ -32,7 +32,7 @@ export const setText = (element, text) => {
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const oneDigit = new Intl.NumberFormat("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 
-export const count = (number) => whole.format(number);
+export const count = (number) => (number === null ? "–" : whole.format(number));
 
 /** Return a number with three significant digits or so. */
 export function rate(number) {
