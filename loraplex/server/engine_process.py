@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import zmq
 
-from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
@@ -227,8 +227,7 @@ class Built(NamedTuple):
 
     core: EngineCore
     costs: str | None = None
-    cold_start: ColdStart | None = None
-    cpu_workers: int = 0
+    policy: EnginePolicy | None = None
 
 
 def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> Built:
@@ -249,9 +248,9 @@ def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> 
         return Built(core)
     # Imported here: with numpy and the cost models it takes as long as all other imports of this process,
     # which precede Listening. The factory of a real engine has imported them by now.
-    from loraplex.server.engine_costs import costs_of, starts_of
+    from loraplex.server.engine_costs import costs_of, policy_of
 
-    return Built(core, costs_of(config, core), *starts_of(core))
+    return Built(core, costs_of(config, core), policy_of(config, core))
 
 
 def leave_with_parent(parent_pid: int) -> None:
@@ -320,8 +319,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
         costs=built.costs,
-        cold_start=built.cold_start,
-        cpu_workers=built.cpu_workers,
+        policy=built.policy,
     )
     try:
         if is_ready:

@@ -366,6 +366,7 @@ async def _start(
         base_root=str(folder),
         engine_status=lambda: client.status,
         engine_costs=lambda: None if client.info is None else client.info.costs,
+        batching=None if client.info.policy is None else client.info.policy.batching,
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
         web=_web_access(options),

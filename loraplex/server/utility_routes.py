@@ -123,6 +123,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_left_out=len(deps.adapters.left_out),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
             holders=None if deps.fleet is None else deps.fleet.holders,
+            batching=deps.batching,
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )

@@ -12,12 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_fixtures import USER, Api
 from serving_fakes import Script, make_spec, says, tiny_tokenizer
 
+from loraplex.core.batching import Batching
 from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineRequest
+from loraplex.core.stats import EngineStats
 from loraplex.server.adapter_metrics import MAX_NAMED
 from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
-from loraplex.server.metrics import Histogram
+from loraplex.server.fleet.backend_metrics import parse_stats
+from loraplex.server.metrics import Histogram, ServerMetrics
 from loraplex.server.metrics_export import MetricsSnapshot, render_metrics
 from loraplex.server.shadow_messages import Figures, Replayed
 from loraplex.server.shadow_twin import TwinFigures
@@ -72,6 +75,37 @@ def test_the_page_shows_keys_and_values_on_the_host(api: Api) -> None:
         "kv_blocks_swapped_out_total", "kv_blocks_swapped_in_total", "host_kv_hits_total",
     ):  # fmt: skip
         assert page[f"loraplex:{name}"] == 0
+
+
+def test_the_page_shows_what_the_batching_policy_decided() -> None:
+    stats = EngineStats(
+        is_merged=1, num_merged_steps=9, num_merges=2, num_switches=3, num_pauses=7, num_step_adapters=40,
+        owed_credit_s=1.5,
+    )  # fmt: skip
+    snapshot = MetricsSnapshot(
+        base_model="base",
+        metrics=ServerMetrics(ManualClock()),
+        stats=stats,
+        num_restarts=0,
+        num_refused={},
+        num_continued={},
+        adapters=(),
+        batching=Batching.DYNAMIC,
+    )
+    page = render_metrics(snapshot).decode()
+    for line in (
+        'loraplex:batching_info{model_name="base",policy="dynamic"} 1.0',
+        'loraplex:merged{model_name="base"} 1.0',
+        'loraplex:merged_steps_total{model_name="base"} 9.0',
+        'loraplex:merges_total{model_name="base"} 2.0',
+        'loraplex:batching_switches_total{model_name="base"} 3.0',
+        'loraplex:pauses_total{model_name="base"} 7.0',
+        'loraplex:step_adapters_total{model_name="base"} 40.0',
+        'loraplex:owed_credit_seconds{model_name="base"} 1.5',
+    ):
+        assert line in page.splitlines()
+    again = parse_stats(page, {})  # as a front reads it from a server behind it
+    assert again == stats
 
 
 def test_the_page_shows_the_engine(api: Api) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.continuation import request_id_of
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.adapter_table import AdapterTable
@@ -412,8 +413,7 @@ class LiveRouting:
             return None
         return TwinSubject(
             costs=replica.costs,
-            cold_start=replica.cold_start,
-            cpu_workers=replica.cpu_workers,
+            policy=replica.policy or EnginePolicy(),
             max_running=int(self.view.load.max_running.min()),
             rank_params=sum(self._bytes) / self._costs.subject.element_bytes / max(sum(self._ranks), 1),
             recent=recent,
