@@ -129,3 +129,20 @@ def logprob_error(found: Answer, expected: Answer) -> float:
         if here.token_id != there.token_id:
             break
     return worst
+
+
+def least_error(found: Answer, expected: Answer) -> float:
+    """Return the error of the five likeliest tokens that is certain. Random weights give flat distributions:
+    rounding moves a token past the last of the other's likeliest that are known."""
+    worst = 0.0
+    for here, there in zip(found.logprobs, expected.logprobs, strict=True):
+        known = dict(there.top)
+        last = min(known.values())
+        errors = [
+            abs(value - known[token]) if token in known else max(value - last, 0.0)
+            for token, value in here.top[:5]
+        ]
+        worst = max(worst, *(error if math.isfinite(error) else math.inf for error in errors))
+        if here.token_id != there.token_id:
+            break
+    return worst
