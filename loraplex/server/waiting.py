@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidRequestError
-from loraplex.core.tenants import NOBODY, Caller, TenantPolicy
+from loraplex.core.tenants import NO_TENANT, NOBODY, Caller, TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.waiting_room import WaitingRoom
 from loraplex.server.errors import QueueFullError
@@ -173,13 +173,13 @@ class WaitingBook:
                     f"wait on this server; send it in parts, or start the server with a larger {option}",
                     param=param,
                 )
-            is_full = waiting + count > limit
-            if is_full or (num_requests and not self.room.has_place_for(caller.tenant, num_requests)):
+            is_kept = num_requests > 0 and not self.room.has_place_for(caller.tenant, num_requests)
+            if waiting + count > limit or is_kept:
                 self._count_refused(Refused.QUEUE_FULL, caller)
                 retry_after_s = self._retry_after_s()
-                full = f"{waiting:,} {kind} wait and at most {limit:,} may"
-                if not is_full:
-                    full = f"{waiting:,} {kind} wait, and the places left are kept for other tenants"
+                full = f"at most {limit:,} {kind} may wait"
+                if caller.tenant == NO_TENANT:
+                    full = f"{waiting:,} {kind} wait and at most {limit:,} may"
                 raise QueueFullError(
                     f"the server's queue is full: {full}; try again in {retry_after_s} s",
                     kind="tokens" if kind == "prompt tokens" else "requests",
