@@ -116,7 +116,7 @@ _INSTEAD: Final = {
     "--max-logprobs": "leave it out: requests may have 20",
     "--seed": "leave it out: requests have a seed of their own",
     "--return-tokens-as-token-ids": "leave it out: requests have return_token_ids",
-    "--enable-prompt-tokens-details": "leave it out; /metrics has vllm:prefix_cache_hits_total",
+    "--enable-prompt-tokens-details": _ALWAYS,
     # the server
     "--api-server-count": _UNNEEDED,
     "--disable-frontend-multiprocessing": _UNNEEDED,

@@ -173,12 +173,14 @@ class WaitingBook:
                     f"wait on this server; send it in parts, or start the server with a larger {option}",
                     param=param,
                 )
-            is_kept = num_requests > 0 and not self.room.has_place_for(caller.tenant, num_requests)
-            if waiting + count > limit or is_kept:
+            is_full = waiting + count > limit
+            if is_full or (num_requests and not self.room.has_place_for(caller.tenant, num_requests)):
                 self._count_refused(Refused.QUEUE_FULL, caller)
                 retry_after_s = self._retry_after_s()
                 full = f"at most {limit:,} {kind} may wait"
-                if caller.tenant == NO_TENANT:
+                if not is_full:
+                    full += ", and the places left are kept for other tenants"
+                elif caller.tenant == NO_TENANT:
                     full = f"{waiting:,} {kind} wait and at most {limit:,} may"
                 raise QueueFullError(
                     f"the server's queue is full: {full}; try again in {retry_after_s} s",

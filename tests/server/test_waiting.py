@@ -76,7 +76,6 @@ def test_what_finds_the_queue_full_is_refused_and_not_counted(limits: dict[str, 
 
 @pytest.mark.parametrize("tenants", [(), ("acme",), ("acme", "globex")])
 def test_a_full_queue_does_not_tell_a_tenant_how_many_wait(tenants: tuple[str, ...]) -> None:
-    """With two tenants, places are kept for the other one, and the queue is full for this one before that."""
     book = book_of(max_requests=40)
     book.set_tenants([TenantPolicy(name=name) for name in tenants])
     caller = Caller(tenant="acme") if tenants else NOBODY
@@ -87,7 +86,11 @@ def test_a_full_queue_does_not_tell_a_tenant_how_many_wait(tenants: tuple[str, .
         except QueueFullError as error:
             message = str(error)
     assert book.num_requests == (30 if len(tenants) == 2 else 40)
-    full = "at most 40 requests may wait" if tenants else "40 requests wait and at most 40 may"
+    full = {
+        0: "40 requests wait and at most 40 may",
+        1: "at most 40 requests may wait",
+        2: "at most 40 requests may wait, and the places left are kept for other tenants",
+    }[len(tenants)]
     assert message == f"the server's queue is full: {full}; try again in 1 s"
 
 
