@@ -1,4 +1,4 @@
-"""Traces of a real fleet, and batches on it: whatever a replica does, its front reports."""
+"""Traces and batches of a real fleet: its front reports what all replicas do."""
 
 from __future__ import annotations
 
