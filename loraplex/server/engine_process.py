@@ -100,11 +100,11 @@ class EngineLoop:
         self._pool = pool
         self._host = host
         self._queued: list[EngineOutput] = []
-        self._told_to_prepare = False
+        self._may_prepare = False
 
     def start(self) -> bool:
         """Accept adapters until Prepare, then prepare for requests on them; return False after Shutdown."""
-        while not self._told_to_prepare:
+        while not self._may_prepare:
             if not self._receive(wait=True):
                 return False
         core = self._core
@@ -181,12 +181,12 @@ class EngineLoop:
                     self._send(AdapterAdded(spec.version, ErrorInfo.of(error)))
                 else:
                     self._send(AdapterAdded(spec.version))
-                    if not self._told_to_prepare:
+                    if not self._may_prepare:
                         core.stage_adapter(spec.version)
             case JoinPool(public, secret):
                 self._join_pool(CurveKeys(public=public, secret=secret))
             case Prepare():
-                self._told_to_prepare = True
+                self._may_prepare = True
             case RemoveAdapter(version):
                 try:
                     core.remove_adapter(version)

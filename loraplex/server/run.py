@@ -326,7 +326,7 @@ async def _start(
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
     if watch is not None:
-        watch.tell(client.set_tenants)
+        watch.subscribe(client.set_tenants)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
@@ -385,7 +385,7 @@ async def _start(
         batches=BatchStore.at(state_dir, key),
     )
     if watch is not None:
-        watch.tell(deps.waiting.set_tenants)
+        watch.subscribe(deps.waiting.set_tenants)
         rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
         stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget

@@ -1,4 +1,4 @@
-"""Whatever happens to the engines of a request, its client sees the answer of an undisturbed one. With real
+"""A client sees the answer of an undisturbed engine while the engines of its request die or move. With real
 engines on a tiny model, and the text made from their tokens."""
 
 from __future__ import annotations

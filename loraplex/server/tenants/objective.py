@@ -22,7 +22,7 @@ class Reached(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The targets of one request, in seconds; None for none. `counts`: what became of those of its tenant."""
+    """The targets of one request, in seconds; None for none. `counts`: the tenant's."""
 
     ttft_s: float | None
     tpt_s: float | None

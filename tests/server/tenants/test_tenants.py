@@ -21,7 +21,18 @@ import pytest
 from log_lines import Lines
 from server_fixtures import USER, Api, Served, events, live, write_adapter
 from serving_fakes import says
-from tenant_reader import NAMES, all_answers, as_tenant, chat, check_answers, tenants_file
+from tenant_reader import (
+    MODELS,
+    NAMES,
+    Reader,
+    as_tenant,
+    begin_batch,
+    chat,
+    check_answers,
+    run_batch,
+    serve_tools,
+    tenants_file,
+)
 
 import loraplex
 from loraplex.core.clock import ManualClock
@@ -100,16 +111,25 @@ def test_no_answer_names_anything_of_another_tenant(api: Api, tmp_path: Path) ->
     for model in NAMES:
         assert chat(api, "ops", model, max_tokens=2).status_code == 200
     chat(api, "globex", "globex-secret")
-    answers = all_answers(api, "acme", tmp_path)
+    serve_tools(api)
+    theirs = run_batch(api, "globex", ["globex-secret", "globex-lost"])
+    mine = run_batch(api, "acme", MODELS)
+    assert (len(theirs.files), len(mine.files)) == (3, 3), "input, output and errors"
+    mine.batches.append(begin_batch(api, "acme", mine.files[0]))
+    reader = Reader(api, "acme", tmp_path, own=mine, others=theirs)
+    answers = reader.ask_all()
     statuses = {answer.status_code for _, answer in answers}
     assert {200, 400, 403, 404, 405} <= statuses
     assert max(statuses) < 500
+    accepted = {path for path, status in reader.statuses if status == 200}
+    only_canaries = {f"post /v1/{change}_lora_adapter" for change in ("promote", "abort", "rollback")}
+    assert reader.documented - accepted == {*only_canaries, "get /v1/demand"}, "nothing else stays unread"
     served = {adapter.name for adapter in api.served.service.served()}
     assert "acme-new" in served, "its own load works"
-    check_answers(answers)
-    mine = {each["name"]: each for each in api.get("/v1/adapters", headers=as_tenant("acme")).json()["data"]}
-    assert (mine["shared-poet"]["requests"], mine["acme-code"]["requests"]) == (None, 1)
-    assert {each["path"] for each in mine.values()} == {None}
+    check_answers(answers, theirs)
+    shown = {each["name"]: each for each in api.get("/v1/adapters", headers=as_tenant("acme")).json()["data"]}
+    assert (shown["shared-poet"]["requests"], shown["acme-code"]["requests"] > 1) == (None, True)
+    assert {each["path"] for each in shown.values()} == {None}
 
 
 def test_no_live_request_of_a_tenant_passes_for_a_line_of_a_batch(api: Api) -> None:
