@@ -29,6 +29,7 @@ import numpy as np
 
 from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
+from loraplex.perf.named_profiles import fingerprint
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import Demand, PlanError
 from loraplex.planner.features import (
@@ -40,7 +41,7 @@ from loraplex.planner.features import (
 )
 from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
 from loraplex.planner.traffic import LengthsOf
-from loraplex.planner.trained_on import TrainedOn, fingerprint
+from loraplex.planner.trained_on import TrainedOn
 from loraplex.planner.trial import most_of_base_model
 from loraplex.twin.predict_run import Predicted, predict_requests, run_limits
 from loraplex.twin.run_workload import AdapterMix, Lengths, draw_requests

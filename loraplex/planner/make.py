@@ -8,7 +8,7 @@ from typing import Final
 from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
-from loraplex.perf.named_profiles import Profile
+from loraplex.perf.named_profiles import Profile, fingerprint
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
 from loraplex.planner.headroom import with_headroom, without_headroom
@@ -39,7 +39,7 @@ PACKERS: Final = {
 }
 """Name of each packer, and what it does."""
 BASELINES: Final = ("max-base", "max-base-half", "random", "dlora")
-"""Packers that ask no judge."""
+"""Packers whose choices are not judged."""
 BASELINES_WITHOUT_SLOTS: Final = ("max-base", "random", "dlora")
 """Baselines that differ on an engine without slots."""
 _SPREADS_BLINDLY: Final = ("random", "dlora")
@@ -96,7 +96,7 @@ def make_plan(
     judges, as that leaves room itself. Baselines leave none. `report`: gets the share of adapters that the
     twin was asked about.
 
-    Baselines ask no judge, so that with a given number of GPUs their plans may starve.
+    Baselines are not judged, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
     if objective.has_limits and not (judge is None or isinstance(judge, TwinJudge)):
@@ -127,6 +127,7 @@ def make_plan(
         output_tokens=demand.output_tokens,
         objective=objective,
         num_spare_gpus=0 if num_gpus is None else max(num_gpus - len(gpus), 0),
+        profile_sha256=fingerprint(profile),
     )
 
 

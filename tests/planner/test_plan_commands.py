@@ -288,6 +288,31 @@ def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path
     assert f"give the one that the plan was made with ({SLOTS})" in words_of(refused)
 
 
+def test_a_plan_is_checked_with_its_profile_as_it_is_now_and_says_if_that_changed(tmp_path: Path) -> None:
+    profile, out = slot_profile(), tmp_path / "plan.json"
+    file, moved = tmp_path / "profile.json", tmp_path / "moved.json"
+    write_slot_profile(file, profile)
+    adapters = table(tmp_path, 4, 0.05)
+    made = make("--profile", file, "--adapters", adapters, *LENGTHS, "--packer", "max-base", "--out", out)
+    assert made.exit_code == 0, words_of(made)
+    asked = ("check", out, "--seeds", "1", "--seconds", "60")
+    file.rename(moved)
+    gone = plan(*asked)
+    assert f"no file or named profile '{file}'" in words_of(gone)
+    assert "if its file is elsewhere now, name it by --profile" in words_of(gone)
+    assert plan(*asked, "--profile", moved).stderr == ""
+    write_slot_profile(file, replace(profile, max_running=profile.max_running // 2))
+    changed = plan(*asked)
+    assert f"the profile {file} has changed since the plan was made" in changed.stderr
+    assert changed.exit_code == 0
+    assert plan(*asked, "--profile", SLOTS).stderr == "", "the same under another name"
+    other = plan(*asked, "--profile", "vllm-h100-qwen-2.5-7b").stderr
+    assert f"qwen-2.5-7b is not the one that the plan was made with ({file})" in other
+    write_plan(out, replace(read_plan(out), profile_sha256=None))
+    assert plan(*asked).stderr == "", "an old plan knows its profile by name"
+    assert f"the plan was made with {file}" in plan(*asked, "--profile", SLOTS).stderr
+
+
 @pytest.mark.slow
 def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
     dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
