@@ -7,24 +7,41 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
-from small import slot_profile
+from small import made_up, simulated, slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.cli.plan_show import _much_quicker
+from loraplex.cli.plan_train import _save_rules
+from loraplex.perf.named_profiles import fingerprint
 from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.planner.dataset import make_dataset
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.features import FEATURE_NAMES
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of, read_plan, write_plan
+from loraplex.planner.surrogate_json import read_surrogate
 from loraplex.workload.jsonl import write_workload
 from loraplex.workload.request import WorkloadHeader, WorkloadRequest
 
 SLOTS, OURS = "vllm-h100-llama-3.1-8b", "h200-llama-2-7b"
 LENGTHS = ("--mean-prompt-tokens", "250", "--mean-output-tokens", "230")
+SHORT = ("--mean-prompt-tokens", "200", "--mean-output-tokens", "30")
+
+
+ONE_GPU = Plan(
+    gpus=(GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.1),), num_slots=8),),
+    profile=SLOTS,
+    packer="random",
+    prompt_tokens=9,
+    output_tokens=9,
+)
 
 
 def plan(*args: object) -> Result:
@@ -155,6 +172,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
     write_workload(workload, requests, WorkloadHeader(ranks=(8, 16, 8), duration_s=30.0))
     made = make("--profile", SLOTS, "--workload", workload, "--out", out)
     assert made.exit_code == 0, made.output
+    assert read_plan(out).profile_sha256 == fingerprint(slot_profile())
     adapters = demand_of(read_plan(out)).adapters
     assert sorted((each.rank, each.rate_rps) for each in adapters) == [
         (8, pytest.approx(2 / 3)),
@@ -281,8 +299,7 @@ def test_a_plan_for_fewer_gpus_than_there_are_says_so_when_it_is_made_and_shown(
 
 def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    gpu = GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.1),), num_slots=8)
-    write_plan(out, Plan(gpus=(gpu,), profile=SLOTS, packer="random", prompt_tokens=9, output_tokens=9))
+    write_plan(out, ONE_GPU)
     refused = plan("check", out, "--profile", OURS)
     assert refused.exit_code == 1
     assert f"give the one that the plan was made with ({SLOTS})" in words_of(refused)
@@ -292,49 +309,72 @@ def test_a_plan_is_checked_with_its_profile_as_it_is_now_and_says_if_that_change
     profile, out = slot_profile(), tmp_path / "plan.json"
     file, moved = tmp_path / "profile.json", tmp_path / "moved.json"
     write_slot_profile(file, profile)
-    adapters = table(tmp_path, 4, 0.05)
-    made = make("--profile", file, "--adapters", adapters, *LENGTHS, "--packer", "max-base", "--out", out)
-    assert made.exit_code == 0, words_of(made)
+    write_plan(out, replace(ONE_GPU, profile=str(file), profile_sha256=fingerprint(profile)))
     asked = ("check", out, "--seeds", "1", "--seconds", "60")
     file.rename(moved)
     gone = plan(*asked)
     assert f"no file or named profile '{file}'" in words_of(gone)
     assert "if its file is elsewhere now, name it by --profile" in words_of(gone)
-    assert plan(*asked, "--profile", moved).stderr == ""
+    assert "the plan was made" not in plan(*asked, "--profile", moved).stderr
     write_slot_profile(file, replace(profile, max_running=profile.max_running // 2))
     changed = plan(*asked)
     assert f"the profile {file} has changed since the plan was made" in changed.stderr
     assert changed.exit_code == 0
-    assert plan(*asked, "--profile", SLOTS).stderr == "", "the same under another name"
+    assert "the plan was made" not in plan(*asked, "--profile", SLOTS).stderr, "it is the same"
     other = plan(*asked, "--profile", "vllm-h100-qwen-2.5-7b").stderr
     assert f"qwen-2.5-7b is not the one that the plan was made with ({file})" in other
     write_plan(out, replace(read_plan(out), profile_sha256=None))
-    assert plan(*asked).stderr == "", "an old plan knows its profile by name"
+    assert "the plan was made" not in plan(*asked).stderr, "an old plan knows its profile by name"
     assert f"the plan was made with {file}" in plan(*asked, "--profile", SLOTS).stderr
 
 
-@pytest.mark.slow
-def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
-    dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
-    trained = plan(
-        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "60"),
-        *("--small", "--out", surrogate, "--rules", rules),
-    )
-    assert trained.exit_code == 0, words_of(trained)
-    assert "runs that it was not trained on: throughput" in trained.output
-    assert "->" in rules.read_text()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small surrogate that `plan train` made of a complete dataset, with its rules."""
+    folder = tmp_path_factory.mktemp("trained")
+    dataset, rows = folder / "runs.jsonl", made_up()
+    make_dataset(dataset, replace(simulated(), duration_s=3600.0), num_rows=0)
+    columns = (rows.features[:, :7], rows.offered_tok_s, rows.throughput_tok_s, rows.is_starved)
+    with dataset.open("a") as file:
+        for row in np.column_stack((np.arange(len(rows)), *columns)).tolist():
+            file.write(json.dumps(row) + "\n")
+    asked = ("train", "--profile", SLOTS, *SHORT, "--dataset", dataset, "--rows", len(rows), "--small")
+    done = plan(*asked, "--out", folder / "surrogate.json", "--rules", folder / "rules.py")
+    assert done.exit_code == 0, words_of(done)
+    assert "runs that it was not trained on: throughput" in done.output
+    return folder
+
+
+def test_the_rules_of_a_trained_surrogate_are_written_as_text_or_as_python(trained: Path) -> None:
+    surrogate = read_surrogate(trained / "surrogate.json")
+    assert surrogate.starvation is not None
+    _save_rules(trained / "rules.txt", surrogate)
+    text = (trained / "rules.txt").read_text()
+    assert text.count("->") == surrogate.throughput.num_rules + surrogate.starvation.num_rules
+    module: dict[str, Any] = {}
+    exec((trained / "rules.py").read_text(), module)
+    assert all(f"{name}: " in module["__doc__"] for name in FEATURE_NAMES)
+    rows = made_up().features.astype(np.float32)
+    for function, forest in (("most_tok_s", surrogate.throughput), ("starves", surrogate.starvation)):
+        found = [module[function](*row) for row in rows.astype(np.float64).tolist()]
+        assert found == forest.values(rows).tolist()
+
+
+def test_a_surrogate_is_asked_instead_of_the_twin(trained: Path, tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 40, 0.05)
-    asked = ("--adapters", adapters, "--out", out, "--surrogate", surrogate, "--packer", "least-rate")
-    made = make(*asked, "--profile", SLOTS, *LENGTHS)
+    asked = ("--adapters", adapters, "--out", out, "--surrogate", trained / "surrogate.json")
+    made = make(*asked, "--profile", SLOTS, *SHORT)
     assert made.exit_code == 0, words_of(made)
     assert {each.name for each in demand_of(read_plan(out)).adapters} == {f"a{index}" for index in range(40)}
-    longer = make(*asked, "--profile", SLOTS, "--mean-prompt-tokens", "900", "--mean-output-tokens", "230")
-    assert "was trained on requests of 250 prompt and 230 answer tokens" in words_of(longer)
-    other = make(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
+    assert "max_size 32, trained on" in words_of(made)
+    assert "leave --surrogate out, and the twin judges" in words_of(made)
+    longer = make(*asked, "--profile", SLOTS, "--mean-prompt-tokens", "900", "--mean-output-tokens", "30")
+    assert "was trained on requests of 200 prompt and 30 answer tokens" in words_of(longer)
+    other = make(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *SHORT)
     assert "was trained on the profile" in words_of(other)
-    with_limit = make(*asked, "--profile", SLOTS, *LENGTHS, "--slo-ttft", "1s")
+    with_limit = make(*asked, "--profile", SLOTS, *SHORT, "--slo-ttft", "1s")
     assert "leave it out, and the twin judges" in words_of(with_limit)
-    ours = make(*asked, "--profile", OURS, *LENGTHS)
+    ours = make(*asked, "--profile", OURS, *SHORT)
     assert (with_limit.exit_code, ours.exit_code) == (2, 2)
     assert "of one without; leave it out" in words_of(ours)
 
