@@ -9,7 +9,7 @@ from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile, fingerprint
-from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError, check_rank
 from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
 from loraplex.planner.headroom import with_headroom, without_headroom
 from loraplex.planner.judge import Judge, Verdict
@@ -104,6 +104,8 @@ def make_plan(
             "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave --surrogate out, "
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
+    for each in demand.adapters:
+        check_rank(each.name, each.rank)
     check_lengths(profile, demand)
     if headroom is None:
         leaves_room = judge is None and isinstance(

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import StorageError
+from loraplex.core.modules import MAX_RANK
 from loraplex.core.whole_file import write_whole
-from loraplex.planner.demand import MAX_RANK, MAX_RATE_RPS, AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
 

@@ -95,8 +95,9 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert "inf is not a finite number" in words_of(refused)
 
 
-@pytest.mark.slow
-def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
+def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.planner.most_served._OUR_FLOOD_S", 2.0)
+    monkeypatch.setattr("loraplex.planner.trial._JUDGED_REQUESTS", 100)
     out = tmp_path / "plan.json"
     made = make("--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
     assert made.exit_code == 0, made.output
@@ -143,7 +144,6 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     assert "starving" in checked.output or "leave no memory" in checked.output
 
 
-@pytest.mark.slow
 def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 24, 0.25)
     asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out, "--no-compare")
@@ -204,6 +204,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
             "requests are too long",
         ),
         (("--adapters", "TABLE", *LENGTHS, "--headroom", "nan"), "Invalid value for '--headroom'"),
+        (("--adapters", "RANKS", *LENGTHS), "adapter 'a1' has rank 1,024, and engines serve ranks up to 512"),
         (
             ("--adapters", "TABLE", *LENGTHS, "--surrogate", "x", "--slo-itl", "1s"),
             "knows throughput and starvation",
@@ -213,20 +214,21 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], words: str) -> None:
-    def of(name: str, num_adapters: int, rate_rps: float) -> str:
+    def of(name: str, num_adapters: int, rate_rps: float, ranks: tuple[int, ...] = (8, 32)) -> str:
         folder = tmp_path / name
         folder.mkdir()
-        return str(table(folder, num_adapters, rate_rps))
+        return str(table(folder, num_adapters, rate_rps, ranks))
 
     files = {
         "TABLE": of("some", 2, 0.1),
         "BUSY": of("busy", 2, 500.0),
         "FLOOD": of("flood", 2, 5e6),
         "MANY": of("many", 150, 0.4),
+        "RANKS": of("ranks", 2, 0.1, (8, 1024)),
     }
     given = [files.get(arg, arg) for arg in args]
     refused = make("--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
-    fails = ("no server answers", "starves a GPU", "too long", "GPUs would do")
+    fails = ("no server answers", "starves a GPU", "too long", "GPUs would do", "up to 512")
     assert refused.exit_code == (1 if any(each in words for each in fails) else 2), words_of(refused)
     assert words in words_of(refused)
     assert not (tmp_path / "plan.json").exists()
