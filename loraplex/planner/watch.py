@@ -166,8 +166,8 @@ def look_at(
 
 def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan | None:
     """Return a plan for the measured demand with headroom. Where GPUs are too few for it, the present
-    placement is repaired, with the same GPUs if they will do, or made anew with more of them if that needs
-    fewer. Where they are too many, it is made anew; None if that needs no fewer."""
+    placement is repaired, with the same GPUs if they will do, or packed anew if that needs fewer than
+    repairing. Where they are too many, it is packed anew; None if that needs no fewer."""
     wanted = replace(
         demand,
         adapters=tuple(replace(each, rate_rps=each.rate_rps * HEADROOM) for each in demand.adapters),
