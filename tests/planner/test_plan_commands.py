@@ -16,8 +16,10 @@ from small import made_up, simulated, slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.cli.plan_profile import profile_of_plan
 from loraplex.cli.plan_show import _much_quicker
 from loraplex.cli.plan_train import _save_rules
+from loraplex.core.errors import UserError
 from loraplex.perf.named_profiles import fingerprint
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.planner.dataset import make_dataset
@@ -50,6 +52,16 @@ def plan(*args: object) -> Result:
 
 def make(*args: object) -> Result:
     return plan("make", "--no-compare", *args)
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate each GPU for minutes at most, and floods for seconds."""
+    monkeypatch.setattr("loraplex.planner.trial._JUDGED_S", (300.0, 300.0))
+    monkeypatch.setattr("loraplex.planner.trial._OURS_JUDGED_S", 10.0)
+    monkeypatch.setattr("loraplex.planner.trial._JUDGED_REQUESTS", 100)
+    monkeypatch.setattr("loraplex.planner.most_served._OUR_FLOOD_S", 2.0)
+    monkeypatch.setattr("loraplex.planner.most_served._SLOTS_FLOOD_S", 20.0)
 
 
 def words_of(result: Result) -> str:
@@ -95,9 +107,8 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert "inf is not a finite number" in words_of(refused)
 
 
-def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.planner.most_served._OUR_FLOOD_S", 2.0)
-    monkeypatch.setattr("loraplex.planner.trial._JUDGED_REQUESTS", 100)
+@pytest.mark.usefixtures("short_runs")
+def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     made = make("--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
     assert made.exit_code == 0, made.output
@@ -144,6 +155,7 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     assert "starving" in checked.output or "leave no memory" in checked.output
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 24, 0.25)
     asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out, "--no-compare")
@@ -304,30 +316,32 @@ def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path
     write_plan(out, ONE_GPU)
     refused = plan("check", out, "--profile", OURS)
     assert refused.exit_code == 1
+    assert f"judged with the profile {OURS}; the plan was made with {SLOTS}" in refused.stderr
     assert f"give the one that the plan was made with ({SLOTS})" in words_of(refused)
 
 
-def test_a_plan_is_checked_with_its_profile_as_it_is_now_and_says_if_that_changed(tmp_path: Path) -> None:
-    profile, out = slot_profile(), tmp_path / "plan.json"
-    file, moved = tmp_path / "profile.json", tmp_path / "moved.json"
-    write_slot_profile(file, profile)
-    write_plan(out, replace(ONE_GPU, profile=str(file), profile_sha256=fingerprint(profile)))
-    asked = ("check", out, "--seeds", "1", "--seconds", "60")
-    file.rename(moved)
-    gone = plan(*asked)
-    assert f"no file or named profile '{file}'" in words_of(gone)
-    assert "if its file is elsewhere now, name it by --profile" in words_of(gone)
-    assert "the plan was made" not in plan(*asked, "--profile", moved).stderr
-    write_slot_profile(file, replace(profile, max_running=profile.max_running // 2))
-    changed = plan(*asked)
-    assert f"the profile {file} has changed since the plan was made" in changed.stderr
-    assert changed.exit_code == 0
-    assert "the plan was made" not in plan(*asked, "--profile", SLOTS).stderr, "it is the same"
-    other = plan(*asked, "--profile", "vllm-h100-qwen-2.5-7b").stderr
-    assert f"qwen-2.5-7b is not the one that the plan was made with ({file})" in other
-    write_plan(out, replace(read_plan(out), profile_sha256=None))
-    assert "the plan was made" not in plan(*asked).stderr, "an old plan knows its profile by name"
-    assert f"the plan was made with {file}" in plan(*asked, "--profile", SLOTS).stderr
+def test_a_plan_is_judged_with_its_profile_as_it_is_now_and_says_if_that_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, file, moved = slot_profile(), tmp_path / "profile.json", tmp_path / "moved.json"
+    made = replace(ONE_GPU, profile=str(file), profile_sha256=fingerprint(profile))
+    old = replace(made, profile_sha256=None)
+
+    def said(read: Plan, given: Path | None = None) -> str:
+        profile_of_plan(read, given)
+        return capsys.readouterr().err
+
+    write_slot_profile(moved, profile)
+    with pytest.raises(UserError, match=r"no file or named profile .*name it by --profile"):
+        profile_of_plan(made, None)
+    assert said(made, moved) == said(made, Path(SLOTS)) == "", "the same under other names"
+    write_slot_profile(file, replace(profile, max_running=7))
+    assert profile_of_plan(made, None).max_running == 7
+    assert f"the profile {file} has changed since the plan was made" in capsys.readouterr().err
+    other = Path("vllm-h100-qwen-2.5-7b")
+    assert f"profile {other} is not the one that the plan was made with ({file})" in said(made, other)
+    assert said(old) == "", "an old plan knows its profile by name"
+    assert f"judged with the profile {moved}; the plan was made with {file}" in said(old, moved)
 
 
 @pytest.fixture(scope="module")
