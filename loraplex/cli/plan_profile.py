@@ -45,7 +45,7 @@ def profile_of_plan(plan: Plan, given: Path | None) -> Profile:
 def _difference(plan: Plan, given: Path | None, found: Profile) -> str | None:
     """Return how the profile differs from the one that the plan was made with, and what to do; None if it
     does not."""
-    from loraplex.perf.named_profiles import fingerprint
+    from loraplex.planner.fingerprint import fingerprint
 
     if plan.profile_sha256 is None:
         if given is None or str(given) == plan.profile:

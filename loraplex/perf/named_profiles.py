@@ -6,7 +6,6 @@ NAME-padded, made on demand, as it differs in one word. Slot engines pad anyway.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Final
 
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel, with_padded_kernels
-from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profile
-from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile, slot_profile_to_json
+from loraplex.perf.profile_json import ProfileError, read_profile
+from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
 from loraplex.perf.subject import Subject
 
 Profile = SlotProfile | CostModel
@@ -61,12 +60,6 @@ def profile_of(subject: Subject) -> CostModel | None:
 def model_of(profile: Profile) -> str:
     """Return the profile's name of its model."""
     return profile.subject.model if isinstance(profile, CostModel) else profile.model
-
-
-def fingerprint(profile: Profile) -> str:
-    """Return a hash of everything that the profile predicts with."""
-    text = profile_to_json(profile) if isinstance(profile, CostModel) else slot_profile_to_json(profile)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_any_profile(path: Path) -> Profile:

@@ -29,7 +29,6 @@ import numpy as np
 
 from loraplex.core.errors import StorageError
 from loraplex.core.progress import Report
-from loraplex.perf.named_profiles import fingerprint
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import Demand, PlanError
 from loraplex.planner.features import (
@@ -39,6 +38,7 @@ from loraplex.planner.features import (
     features_of,
     with_ratios,
 )
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
 from loraplex.planner.traffic import LengthsOf
 from loraplex.planner.trained_on import TrainedOn

@@ -8,8 +8,9 @@ from typing import Final
 from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
-from loraplex.perf.named_profiles import Profile, fingerprint
+from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError, check_rank
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
 from loraplex.planner.headroom import with_headroom, without_headroom
 from loraplex.planner.judge import Judge, Verdict

@@ -12,10 +12,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.perf.named_profiles import fingerprint
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.features import MAX_SIZE, PAPER_FEATURES, SUM_RATE, Features, slot_features
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.judge import Verdict
 from loraplex.planner.plan import slot_rank
 from loraplex.planner.trained_on import TrainedOn

@@ -19,9 +19,10 @@ import numpy as np
 
 from loraplex.fleet.placements.assignment import least_cost_assignment
 from loraplex.fleet.plan import Entry
-from loraplex.perf.named_profiles import Profile, fingerprint
+from loraplex.perf.named_profiles import Profile
 from loraplex.planner.check import PlanCheck, check_plan
 from loraplex.planner.demand import Demand, PlanError
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.make import PACKERS, default_judge, make_plan
 from loraplex.planner.move_cost import AdapterSize
 from loraplex.planner.packing.improve import improve

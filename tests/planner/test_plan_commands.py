@@ -20,11 +20,11 @@ from loraplex.cli.plan_profile import profile_of_plan
 from loraplex.cli.plan_show import _much_quicker
 from loraplex.cli.plan_train import _save_rules
 from loraplex.core.errors import UserError
-from loraplex.perf.named_profiles import fingerprint
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.planner.dataset import make_dataset
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.features import FEATURE_NAMES
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of, read_plan, write_plan

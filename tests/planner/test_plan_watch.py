@@ -18,8 +18,8 @@ from small import PROFILE_NAME, slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.perf.named_profiles import fingerprint
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.move_cost import AdapterSize
 from loraplex.planner.placement_steps import holders_of, placement_of
 from loraplex.planner.plan import GpuPlan, Plan
