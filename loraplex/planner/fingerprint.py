@@ -1,4 +1,4 @@
-"""Tells profiles apart by their content."""
+"""A hash of a profile's content."""
 
 from __future__ import annotations
 
