@@ -420,8 +420,8 @@ def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> No
 
 
 def answer(cold_start: ColdStart) -> tuple[list[int], list[float]]:
-    """Return an answer's tokens, and the log-probabilities of the likeliest ones, on an adapter that is on the
-    host."""
+    """Return an answer's tokens, and the log-probabilities of the likeliest ones, on an adapter that is not
+    on the device."""
     engine = engine_of(cold_start)
     request = greedy("a", SPECS[1].version, tokens=2)
     engine.add_request(replace(request, params=replace(request.params, logprobs=5)))
