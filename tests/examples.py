@@ -1,4 +1,4 @@
-"""How many examples property tests draw: some in `make test`, more in `make test-all`."""
+"""Numbers of examples that property tests draw: some in `make test`, more in `make test-all`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def check_live_policy(policy: Policy, *, shares_memory: bool) -> None:
     `shares_memory`: adapters and KV cache share the memory of a device, whose size is known."""
     if policy.knows_future:
         raise UserError(
-            f"{ORACLE} is told what will come, which only a simulation can; serve with --routing {AUTO}"
+            f"{ORACLE} knows what will come, as only a simulation can; serve with --routing {AUTO}"
         )
     named = PLACEMENTS[policy.placement]
     if named is None:

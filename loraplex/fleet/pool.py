@@ -5,8 +5,8 @@ it from one that does, once, however many requests wait for it. A replica that t
 adapter drops its copy, but only after a replica that the plan names has a complete one, and not while it is
 being copied from. A full host evicts the least recently used copies to make room for another one.
 
-Only simulated fleets have such a pool, some host of which must always hold each adapter. What an engine evicts
-from its own memory, live or simulated, is decided by `scheduling.victims`.
+Only simulated fleets have such a pool, some host of which must always hold each adapter. What an engine
+evicts from its own memory, live or simulated, is decided by `scheduling.victims`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Submissions:
         self.found: list[tuple[CpuAssist, AssistedTasks]] = []
         self.before_first: Callable[[], None] = lambda: None
         self.tasks_before_copies: int | None = 1
-        """How many groups of a submission workers do before the copies that it does not wait for go on; None
-        for copies that do not wait for workers."""
+        """Number of groups of a submission that workers do before the copies that it does not wait for go on;
+        None for copies that do not wait for workers."""
 
     @property
     def num_tasks(self) -> int:
@@ -102,7 +102,7 @@ class HeldBus(Bus):
 
 
 class HeldMoment(Moment):
-    """When a copy is complete."""
+    """The moment when a copy is complete."""
 
     def __init__(self, ticket_1: torch.Tensor, number: int) -> None:
         super().__init__(torch.device("cpu"))
