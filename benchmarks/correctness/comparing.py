@@ -1,4 +1,4 @@
-"""How two answers to one request are compared: their texts up to a tie, and their log-probabilities."""
+"""Compares two answers to one request: their texts up to a tie, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOISE_FACTOR: Final = 2.0
 def text_error(
     found: Sequence[int], expected: Sequence[int], lag: Callable[[int, int], float]
 ) -> tuple[float, int]:
-    """How unlikely the token at the first difference is, and how many tokens agree before it.
+    """Return how unlikely the token at the first difference is, and how many tokens agree before it.
 
     `lag(place, token)`: by how much that token's logit falls short of the one chosen there, in the run that
     `expected` is from. Two tokens that are almost equally likely are a tie, which rounding decides; what

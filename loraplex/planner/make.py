@@ -48,7 +48,7 @@ _SPREADS_BLINDLY: Final = ("random", "dlora")
 _SPREADS: Final = ("least-rate", *_SPREADS_BLINDLY)
 """Packers that do not tell how many GPUs they need."""
 _BEGIN_WITH: Final = 0.6
-"""Where to begin for these: a share of the GPUs that would be needed if adapters cost nothing."""
+"""They begin with this share of the GPUs that would be needed if adapters cost nothing."""
 _MOST_JUDGEMENTS: Final = 60
 _MOST_QUICK_JUDGEMENTS: Final = 20_000
 """Most questions by which a packing is improved: to the twin, which takes seconds for each, or to a quick

@@ -92,7 +92,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt, tokens by id: its own and the likeliest; null for the first."""
+"""The tokens of a prompt, each with tokens by id: its own and the likeliest; null for the first."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,7 +415,7 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one adapter is served. `replicas`: null if every replica serves every adapter. `given`: the
+    """The replicas of one adapter. `replicas`: null if every replica serves every adapter. `given`: the
     replicas that it was given; null if the policy places it. `waiting`: replicas that are to load it before
     its requests go there; if there are none and `given` differs from `replicas`, they could not, or do not
     serve at present."""
@@ -474,7 +474,7 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all adapters are, in the order of their names. `tiers`: one letter for each: `d`evice, `l`oading
+    """The places of all adapters, in the order of their names. `tiers`: one letter each: `d`evice, `l`oading
     to it, `h`ost or `-` for disk. `held`: of each replica of a fleet, the positions of the adapters that it
     has in memory; null for a single engine. `etag` changes with them."""
 

@@ -19,7 +19,7 @@ HEAD: Final = struct.Struct(">I")
 _MAX_SECONDS: Final = 10
 """The child ends itself after this, should its parent be gone."""
 _MEMORY_BYTES: Final = 512 << 20
-"""For a template, beyond what the process has when it starts."""
+"""Memory for a template, beyond what the process has when it starts."""
 
 
 def _main() -> None:

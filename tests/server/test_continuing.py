@@ -51,7 +51,7 @@ NUMBERS = count()
 
 @dataclass(frozen=True)
 class Fate:
-    """How an engine loses a request: after this many outputs. An engine may have computed more than it
+    """The way an engine loses a request: after this many outputs. An engine may have computed more than it
     reported."""
 
     after: int

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,26 @@ def test_the_page_shows_the_engine(api: Api) -> None:
         "loraplex:device_adapter_bytes", "loraplex:device_arena_bytes",
     ):  # fmt: skip
         assert page[name] == 0
+
+
+def test_the_error_of_predicted_copies_is_a_gauge(api: Api) -> None:
+    deps = api.served.deps
+    stats = replace(api.run(api.served.engine.stats()), predicted_copy_s=0.3, measured_copy_s=0.2)
+    snapshot = MetricsSnapshot(
+        base_model="base",
+        metrics=deps.metrics,
+        stats=stats,
+        num_restarts=0,
+        num_refused={},
+        num_continued={},
+        adapters=deps.adapters.served(),
+        replicas=[],
+        twin=None,
+    )
+    page = render_metrics(snapshot).decode()
+    gauge = re.search(r"^loraplex:copy_time_predicted_over_measured\{[^}]*\} (\S+)$", page, re.MULTILINE)
+    assert gauge is not None
+    assert float(gauge[1]) == pytest.approx(1.5)
 
 
 def test_adapters_in_memory_are_visible_and_unloaded_ones_are_not(api: Api) -> None:

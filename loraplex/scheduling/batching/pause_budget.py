@@ -1,4 +1,4 @@
-"""How long running requests may pause, so that those waiting for their places are not delayed too much.
+"""Bounds how long running requests pause, so that those waiting for their places are not delayed too much.
 
 A request that pauses keeps its place, and gives it to one that waits that much later. So in any period,
 pauses may add up to no more than a request that arrived at its beginning may be delayed:

@@ -14,7 +14,7 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.first_token import forecast
@@ -477,7 +477,7 @@ class LiveRouting:
         if num_given < len(self._ranks):
             rank_bytes = sum(self._bytes) / sum(self._ranks)
             self.view.costs = StepSetCosts(self._costs, rank_bytes=rank_bytes)
-            added = AdapterTable.of(ranks=self._ranks[num_given:], num_bytes=self._bytes[num_given:])
+            added = AdapterSizes.of(ranks=self._ranks[num_given:], num_bytes=self._bytes[num_given:])
             self._controller.add_adapters(added)
         return self._controller
 
