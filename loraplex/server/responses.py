@@ -300,9 +300,17 @@ class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineInfo | None = None
 
 
+class Attainment(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of requests that reached a target, and that did not."""
+
+    attained: int
+    missed: int
+
+
 class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits are
-    null without one; `requests_left` and `tokens_left` are of the last minute."""
+    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits and
+    targets are null without one; `requests_left` and `tokens_left` are of the last minute. `slo_requests`:
+    by target, `ttft` or `tpt`, those of its adapters included."""
 
     name: str
     adapters: list[str]
@@ -322,6 +330,9 @@ class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     generated_tokens: int
     refused: dict[str, int]
+    slo_ttft: float | None
+    slo_tpt: float | None
+    slo_requests: dict[str, Attainment]
 
 
 class TenantList(msgspec.Struct, frozen=True, kw_only=True):
