@@ -363,9 +363,9 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     why it is not ready, why it refuses adapters, or by how much they exceed its memory. `placed`: number of
     adapters that the placement gives it, except those it refuses; `refused`: number of adapters it refuses;
     `brought`: number of adapters it has ever loaded because of a placement. In these, names of one version
-    count once. `migrated`: number of requests that ever migrated to it. `drained`: an operator stopped sending it requests. `pid`: of its engine
-    process, on the machine `node` if that is not the server's own; for a server that runs elsewhere, `node`
-    is its URL."""
+    count once. `migrated`: number of requests that ever migrated to it. `drained`: an operator stopped
+    sending it requests. `pid`: of its engine process, on the machine `node` if that is not the server's own;
+    for a server that runs elsewhere, `node` is its URL."""
 
     replica: int
     state: str
@@ -426,10 +426,10 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one adapter is served. Several names may have one `version`. `replicas`: null if every replica serves every adapter. `given`: the
-    replicas that it was given; null if the policy places it. `waiting`: replicas that are to load it before
-    its requests go there; if there are none and `given` differs from `replicas`, they could not, or do not
-    serve at present."""
+    """Where one adapter is served. Several names may have one `version`. `replicas`: null if every replica
+    serves every adapter. `given`: the replicas that it was given; null if the policy places it. `waiting`:
+    replicas that are to load it before its requests go there; if there are none and `given` differs from
+    `replicas`, they could not, or do not serve at present."""
 
     name: str
     version: str
