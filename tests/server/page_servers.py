@@ -72,12 +72,12 @@ class PageFleet:
     num_plans = 1
     has_placement = True
 
-    def __init__(self, held: dict[str, list[int]], num_replicas: int = 2) -> None:
+    def __init__(self, held: dict[str, list[int]]) -> None:
         self.held = held
         status = EngineStatus(state=EngineState.READY, message="", num_restarts=0, pid=None)
         self.replicas = [
             ReplicaStatus(number=number, status=status, num_in_flight=0, num_sent=0, drained=False)
-            for number in range(num_replicas)
+            for number in range(1 + max(max(replicas) for replicas in held.values()))
         ]
 
     def holders(self, version: str) -> list[int]:

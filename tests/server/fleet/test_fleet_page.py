@@ -40,7 +40,9 @@ def test_replicas_and_plan_are_read_without_scrolling_aside(
     visit: Visits, tmp_path: Path, width: int
 ) -> None:
     long_name = "a-long-name-of-an-adapter-" * 6
-    fleet = PageFleet({"version-of-pirate": [0, 1], "version-of-poet": [1], f"version-of-{long_name}": [1]})
+    fleet = PageFleet(
+        {"version-of-pirate": [0, 1, 2], "version-of-poet": [1], f"version-of-{long_name}": [1]}
+    )
     served, engine = page_server(tmp_path, fleet=fleet, names=("pirate", "poet", long_name))
     for version in fleet.held:
         engine.move(version, "host", num_loads=1)
@@ -49,8 +51,8 @@ def test_replicas_and_plan_are_read_without_scrolling_aside(
     with live(served) as url:
         page = visit(url, width=width, view="server")
         replicas, plan = card(page, "Replicas"), card(page, "Plan in force")
-        expect(replicas.locator("tbody tr")).to_have_count(2)
-        expect(replicas).to_contain_text("2 of 2 take requests")
+        expect(replicas.locator("tbody tr")).to_have_count(3)
+        expect(replicas).to_contain_text("3 of 3 take requests")
         assert fits(page)
         which = plan.locator("tbody tr").nth(1).locator("td").last
         expect(which).to_contain_text(long_name)
@@ -69,11 +71,19 @@ def test_replicas_and_plan_are_read_without_scrolling_aside(
         httpx.post(f"{url}/v1/fleet/drain", json={"replica": 1}).raise_for_status()
         ask_now(page)
         expect(replicas.locator("tbody tr").nth(1)).to_contain_text("ready, drained")
-        expect(replicas).to_contain_text("1 of 2 take requests")
+        expect(replicas).to_contain_text("2 of 3 take requests")
+        expect(page.locator("#charts .tick", has_text="−30 s")).to_have_count(4)  # not of five minutes
         page.locator("#tab-adapters").click()
         expect(page.locator(".field h3")).to_have_text(
-            ["Replica 0 · ready · 0 in flight · 1 adapter", "Replica 1 · drained · 0 in flight · 4 adapters"]
+            [
+                "Replica 0 · ready · 0 in flight · 1 adapter",
+                "Replica 1 · drained · 0 in flight · 4 adapters",
+                "Replica 2 · ready · 0 in flight · 1 adapter",
+            ]
         )
+        where = page.locator(".row", has_text="pirate").locator(".where")
+        expect(where).to_have_text("3 replicas")
+        expect(where).to_have_attribute("title", "replicas 0, 1, 2")
         expect(page.locator(".field").nth(0).locator('.chip[data-tier="host"]')).to_have_text(["pirate"])
         assert fits(page)
 
