@@ -20,7 +20,7 @@ import openai
 import pytest
 from log_lines import Lines
 from server_fixtures import USER, Api, Served, events, live, write_adapter
-from serving_fakes import says
+from serving_fakes import Script, says
 from tenant_reader import (
     MODELS,
     NAMES,
@@ -37,6 +37,7 @@ from tenant_reader import (
 import loraplex
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
+from loraplex.core.request import EngineRequest
 from loraplex.core.tenants import BATCH_PRIORITY, Caller
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
@@ -222,6 +223,39 @@ def test_the_cache_is_apart_and_requests_carry_their_tenant(make_api: Callable[.
         ]  # fmt: skip
         assert [request.slo_ttft_s for request in asked] == [None, 0.25, None, None]
         api.served.service.registry.close()
+
+
+def test_objectives_are_counted_by_tenant_and_by_adapter(make_api: Callable[..., Api]) -> None:
+    slos = "\n[adapters.acme-chat]\nslo_ttft = 0.25\n[adapters.acme-code]\nslo_ttft = 1e-9\n"
+    clock = ManualClock()
+
+    def script(request: EngineRequest) -> Script:
+        clock.advance(0.1)
+        return Script(token_ids=[10, 11, 12])
+
+    text = tenants_file(acme="slo_tpt = 0.05\n", globex="slo_ttft = 0.2\n") + slos
+    api = make_api(script, tenants=text, names=NAMES, clock=clock)
+    for name, model in (
+        ("acme", "acme-chat"), ("acme", "acme-chat"), ("acme", "acme-code"), ("globex", "globex-chat")
+    ):  # fmt: skip
+        assert chat(api, name, model, max_tokens=3).status_code == 200
+    page = api.get("/metrics", headers=as_tenant("prometheus")).text
+    of_adapters = "loraplex:adapter_slo_requests_total"
+    for adapter, result, target, count in (
+        ("acme-chat", "attained", "ttft", 2), ("acme-chat", "missed", "ttft", 0),
+        ("acme-code", "missed", "ttft", 1), ("acme-code", "attained", "tpt", 1),
+        ("globex-chat", "attained", "ttft", 1), ("globex-chat", "attained", "tpt", 0),
+    ):  # fmt: skip
+        assert f'{of_adapters}{{adapter="{adapter}",result="{result}",target="{target}"}} {count}\n' in page
+    own = api.get("/metrics", headers=as_tenant("acme")).text
+    assert 'loraplex:tenant_slo_requests_total{result="missed",target="ttft",tenant="acme"} 1\n' in own
+    assert of_adapters not in own
+    (acme,) = api.get("/v1/tenants", headers=as_tenant("acme")).json()["data"]
+    assert (acme["slo_ttft"], acme["slo_tpt"]) == (None, 0.05)
+    assert acme["slo_requests"] == {
+        "ttft": {"attained": 2, "missed": 1},
+        "tpt": {"attained": 3, "missed": 0},
+    }
 
 
 def limits_of(answer: httpx.Response) -> dict[str, str]:
