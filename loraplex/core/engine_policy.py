@@ -1,4 +1,4 @@
-"""How an engine decides, as far as its digital twin has to know it."""
+"""The policies of an engine, as far as its digital twin has to know them."""
 
 from __future__ import annotations
 

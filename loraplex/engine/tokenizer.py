@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def tool_traits(self) -> ToolTraits:
-        """How the chat template renders tools. Takes some milliseconds the first time."""
+        """The traits of the chat template with tools. Finding them takes some milliseconds the first time."""
         return traits_of([self._probed(probe.messages, probe.tools, {}) for probe in PROBES])
 
     def token_id(self, text: str) -> int | None:

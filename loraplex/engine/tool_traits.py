@@ -1,4 +1,4 @@
-"""How a chat template renders tools and calls, found out by rendering short conversations.
+"""The traits of a chat template with tools and calls, found out by rendering short conversations.
 
 Templates are programs: only their output shows whether they keep all calls of a message, or need a field that
 OpenAI's API leaves to the client.
