@@ -37,6 +37,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.line import Line
 from loraplex.perf.named_profiles import find_profile
 from loraplex.scheduling.batching.thresholds import Tuning
+from loraplex.twin.delays import beyond_bound_s
 from loraplex.twin.outcome import Outcome
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.workload.jsonl import WorkloadRequest
@@ -161,8 +162,6 @@ def figures(outcome: Outcome, beside: Outcome) -> dict[str, float]:
     ends = [each.finish_s or 0.0 for each in served]
     e2e = sorted(end - each.request.arrival_s for end, each in zip(ends, served, strict=True))
     per_token = sorted(each.tpt_s or 0.0 for each in served)
-    pairs = zip(served, beside.requests, strict=True)
-    delays = [((one.ttft_s or 0.0) - (other.ttft_s or 0.0), other.ttft_s or 0.0) for one, other in pairs]
     return {
         "output_tok_s": num_tokens / max(ends),
         "s_per_token": sum(e2e) / num_tokens,
@@ -171,7 +170,7 @@ def figures(outcome: Outcome, beside: Outcome) -> dict[str, float]:
         "e2e_p90_s": e2e[int(0.9 * len(e2e))],
         "e2e_max_s": e2e[-1],
         "ttft_mean_s": fmean(each.ttft_s or 0.0 for each in served),
-        "beyond_bound_s": max(delay - BOUND.allowed_s(fcfs_s) for delay, fcfs_s in delays),
+        "beyond_bound_s": beyond_bound_s(served, beside.requests, BOUND) or 0.0,
     }
 
 
