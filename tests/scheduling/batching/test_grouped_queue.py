@@ -154,18 +154,27 @@ def test_how_fast_short_requests_ended_says_nothing_of_those_after_them() -> Non
     share=st.sampled_from([0.0, 0.25, 1.0]),
     seconds=st.sampled_from([0.0, 3.0, 20.0]),
     max_running=st.integers(1, 12),
-    at_random=st.booleans(),
 )
 def test_nobody_waits_longer_than_the_bound_allows(
-    seed: int, share: float, seconds: float, max_running: int, at_random: bool
+    seed: int, share: float, seconds: float, max_running: int
 ) -> None:
-    """Requests end once a second, or at random: first come, first served would admit the nth when the nth is
-    admitted."""
-    rng = random.Random(seed)
-    bound = DelayBound(share=share, seconds=seconds)
+    check_bound(random.Random(seed), DelayBound(share=share, seconds=seconds), max_running, lambda: 1.0)
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 4, 12])
+@pytest.mark.parametrize("seconds", [0.0, 3.0, 20.0])
+def test_nobody_waits_longer_where_requests_end_at_random(max_running: int, seconds: float) -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        bound = DelayBound(share=0.25, seconds=seconds)
+        check_bound(rng, bound, max_running, lambda rng=rng: rng.expovariate(1.0))  # type: ignore[misc]
+
+
+def check_bound(rng: random.Random, bound: DelayBound, max_running: int, next_s: Callable[[], float]) -> None:
+    """Assert it for a queue. First come, first served would admit the nth when the nth is admitted."""
     bench = Bench(bound, max_running)
     bench.add(requests("".join(rng.choice("abcdefgh-") for _ in range(80))))
-    admitted = bench.drain((lambda: rng.expovariate(1.0)) if at_random else (lambda: 1.0))
+    admitted = bench.drain(next_s)
     turns_s = list(admitted.values())
     assert sorted(each.arrival for each in admitted) == list(range(80))
     for each, now_s in admitted.items():
