@@ -1,4 +1,4 @@
-"""By how much a policy delays first tokens, compared with first come, first served."""
+"""The delays of first tokens by a batching policy, compared with first come, first served."""
 
 from __future__ import annotations
 

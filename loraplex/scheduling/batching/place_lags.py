@@ -1,4 +1,4 @@
-"""By how much the places of running requests become free later than first come, first served.
+"""The lags of running requests' places: they become free later than first come, first served, or sooner.
 
 A request that pauses for a step of `w` seconds ends that much later than if it had run, and whoever waits for
 its place gets it that much later. One that runs merged instead, where a step of all requests would take `u`
