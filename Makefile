@@ -41,10 +41,11 @@ contracts: $(DEV_STAMP)
 browser:
 	@scripts/install_test_packages.sh
 
-# With 100 MB of schemas that only one test there reads.
+# Also draws more examples for property tests (tests/examples.py). With 100 MB of schemas that only one test
+# there reads.
 test-all: test
 	$(BIN)/python -m pip install --quiet -c constraints.txt kubernetes-validate
-	$(BIN)/python -m pytest $(WORKERS) -m slow
+	$(BIN)/python -m pytest $(WORKERS) -m "slow or hypothesis" --hypothesis-profile thorough
 
 # The docs as a site, in site/; links that lead nowhere are errors.
 docs: $(DEV_STAMP)

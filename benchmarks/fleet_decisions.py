@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import moves_for, problem_of
@@ -86,7 +86,7 @@ def _routing_calls(name: str, num_replicas: int, num_adapters: int, count: int) 
 def _placements_s(num_adapters: int, num_replicas: int, repeats: int) -> dict[str, dict[str, float]]:
     rng = np.random.default_rng(1)
     ranks = rng.choice(RANKS, num_adapters)
-    adapters = AdapterTable.of(ranks=ranks.tolist(), num_bytes=(ranks * RANK_BYTES).tolist())
+    adapters = AdapterSizes.of(ranks=ranks.tolist(), num_bytes=(ranks * RANK_BYTES).tolist())
     rates = token_rates(_costs(), RANKS)
     context = PlacementContext(operating_points=rates, token_rates=rates, padded=True)
     found = {}

@@ -262,7 +262,7 @@ def queue() -> list[dict[str, Any]]:
 
 def skew() -> list[dict[str, Any]]:
     policies = (Batching.FCFS, Batching.MERGED, Batching.DYNAMIC, Batching.AUTO)
-    return _serve_all((SKEW,), policies, max_running=16)
+    return _serve_all(SKEWS, policies, max_running=16)
 
 
 def _serve_all(
@@ -310,8 +310,13 @@ HOT: Final = _Case(
     stream(0, 60.0, [0.9, *[0.1 / 7] * 7], 1200),
     (8, 128, ALL),
 )
-SKEW: Final = _Case(
-    "32 functions each, 8 of rank 8, 16 at a time", stream(0, 24.0, of_functions(32), 250), (8, 8, QKV)
+SKEWS: Final = tuple(
+    _Case(
+        f"{number} functions each, 8 of rank 8, 16 at a time",
+        stream(0, 24.0, of_functions(number), 250),
+        (8, 8, QKV),
+    )
+    for number in (4, 8, 16, 32)
 )
 _COUNTS: Final = ("num_steps", "num_merged_steps", "num_merges", "num_pauses", "num_step_adapters")
 

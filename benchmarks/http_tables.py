@@ -43,52 +43,52 @@ def numbers_of_adapters(sections: Iterable[Result]) -> list[int]:
 
 
 def summary(result: Result) -> str:
-    """Return the README's part: what was run, a table of base model and most adapters, and the picture."""
+    """Return the README's part: what was run, the figures with most adapters, and the picture."""
     found = servers(result)
     most = numbers_of_adapters(found.values())[-1]
-    lines = [
-        (
-            _title(name, section),
-            f"{span(section['start_s'], '.0f')} s",
-            _steady(section, 0),
-            _steady(section, most),
-            _throughput(section, 0),
-            _throughput(section, most),
-        )
+    parameters = next(iter(found.values()))["parameters"]
+    steady, saturated = _load(result, STEADY), _load(result, SATURATED)
+    figures = [
+        f"{_title(name, section)}: {_throughput(section, most)} with {saturated}, first token after "
+        f"{_plain(section, most, STEADY, 'ttft_ms_mean', '.1f')} ms on average at {steady}"
         for name, section in found.items()
+        if cell(section, most, SATURATED)
     ]
-    headings = (
-        "server",
-        "healthy after",
-        f"{_load(result, STEADY)}, base model: TTFT mean (p95), TPOT, ms",
-        f"the same, {most} adapters",
-        f"{_load(result, SATURATED)}, base model",
-        f"the same, {most} adapters",
+    intro = (
+        "Over HTTP beside vLLM, both loaded by vLLM's own client (`vllm bench serve`), on "
+        f"{_machine(result)}: {parameters['shape']} shape, random weights, {parameters['dtype']}, "
+        f"adapters of rank {parameters['rank']}. With requests for {most} adapters at random:\n\n"
+        + "\n".join(f"- {each}" for each in figures)
+        + "\n\nAll figures, and what was run at which commit: "
+        "[docs/benchmarks.md](docs/benchmarks.md#over-http-on-a-gpu-beside-vllm).\n"
     )
-    intro = "Over HTTP beside vLLM on the same GPU, both loaded by vLLM's own client (`vllm bench serve`):\n"
     picture = f"![Throughput and time to first token over the number of adapters]({PICTURE})\n"
-    return "\n".join(["", intro, machine_note(result), table(headings, lines), picture, ""])
+    return "\n".join(["", intro, picture, ""])
 
 
 def machine_note(result: Result) -> str:
     """Return a note with the commit of each section, as they may be measured at different times."""
     found = servers(result)
-    first = next(iter(found.values()))
-    machine, parameters = first["machine"], first["parameters"]
-    on = f"one {machine['gpu']}" if "gpu" in machine else f"{machine['cores']} cores of {machine['cpu']}"
+    parameters = next(iter(found.values()))["parameters"]
     days = sorted({section["date"][:10] for section in result.values()})
     # Results of before there were loads of other lengths name them once for all loads.
     lengths = parameters["loads"][STEADY].get("lengths") or parameters["lengths"]
     commits = ", ".join(f"{name} at {section['git_commit'] or 'unknown'}" for name, section in result.items())
     return (
-        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {on}, {parameters['shape']} shape, "
-        f"random weights, {parameters['dtype']}, {parameters['adapters_served']} adapters of rank "
-        f"{parameters['rank']} on q, k and v known to each server that serves adapters. "
+        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {_machine(result)}, "
+        f"{parameters['shape']} shape, random weights, {parameters['dtype']}, "
+        f"{parameters['adapters_served']} adapters of rank {parameters['rank']} on q, k and v known to each "
+        "server that serves adapters. "
         f"Prompts of {lengths['prompt_tokens']} and answers of {lengths['output_tokens']} random tokens on "
         f"average, each request for one of the adapters at random; {_load(result, STEADY)} "
         f"({_requests(result, STEADY)} requests) and {_load(result, SATURATED)} "
         f"({_requests(result, SATURATED)} requests). Commits: {commits}.\n"
     )
+
+
+def _machine(result: Result) -> str:
+    machine = next(iter(servers(result).values()))["machine"]
+    return f"one {machine['gpu']}" if "gpu" in machine else f"{machine['cores']} cores of {machine['cpu']}"
 
 
 def compare_table(result: Result) -> str:

@@ -32,7 +32,7 @@ class Requests:
 
 
 Draw = Callable[[int, float, Path | None], Requests]
-"""For a seed, at so many times the rate, from the folder of published data."""
+"""Return the requests for a seed, at so many times the rate, from the folder of published data."""
 
 
 @dataclass(frozen=True, kw_only=True)

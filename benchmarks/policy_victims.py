@@ -25,7 +25,7 @@ Seconds = Callable[[IdleAdapter], float]
 
 
 class Uses:
-    """How often each adapter was used, as counts that fade. Each count is kept as of its last change."""
+    """Counts how often each adapter was used; counts fade. Each count is kept as of its last change."""
 
     def __init__(self) -> None:
         self._now = 0

@@ -35,7 +35,7 @@ FILE: Final = "quotas.json"
 RESULTS: Final = Path(__file__).parent / "results" / FILE
 NUM_ADAPTERS: Final = 16
 OVER: Final = 2.0
-"""How many times its limit a tenant asks for."""
+"""Each tenant asks for so many times its limit."""
 WINDOW_S: Final = 60.1
 """Seconds after which what was used has expired (`loraplex.server.tenants.minute_window`)."""
 NUM_WINDOWS: Final = 5

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_cold import BURST
+from benchmarks.gpu_cold import BURST, SETUPS
 from benchmarks.markdown import Result, table
 
 
@@ -28,24 +28,36 @@ def _cases(found: Result) -> list[tuple[str, dict[str, float]]]:
     cases.append((f"{BURST} at once", {name: times["mean"] for name, times in found["burst"].items()}))
     for name, setup in found["setups"].items():
         means = {policy: one["ttft_ms"]["mean"] for policy, one in setup["policies"].items()}
-        cases.append((f"{name}: rank {setup['rank']}, {setup['requests_per_s']:g} requests/s", means))
+        cases.append((_setup_case(name), means))
     return cases
 
 
+def _setup_case(name: str) -> str:
+    setup = next(each for each in SETUPS if each.name == name)
+    return f"{name}: rank {setup.rank}, {setup.requests_per_s:g} requests/s"
+
+
 def twin_table(measured: Result, simulated: Result) -> str:
-    """Return the mean TTFT that the twin predicts, and how far that is off what was measured."""
-    rows = []
-    for rate, section in measured.items():
-        predicted = simulated["ttft_mean_ms"][rate]
-        by_case = (*predicted["idle"].values(), predicted["burst"], *predicted["setups"].values())
-        for (case, means_ms), found_ms in zip(_cases(section["results"]), by_case, strict=True):
-            cells = (
-                f"{found_ms[policy]:.1f} ms ({found_ms[policy] / mean_ms - 1:+.0%})"
-                for policy, mean_ms in means_ms.items()
-            )
+    """Return the mean TTFT that the twin predicts, and how far that is off what was measured, if it was."""
+    rows, policies = [], list[str]()
+    for rate, predicted in simulated["ttft_mean_ms"].items():
+        measured_ms = dict(_cases(measured[rate]["results"]))
+        by_case = {
+            **{f"one request, {tokens}": means for tokens, means in predicted["idle"].items()},
+            f"{BURST} at once": predicted["burst"],
+            **{_setup_case(name): means for name, means in predicted["setups"].items()},
+        }
+        for case, means_ms in by_case.items():
+            there_ms = measured_ms.get(case, {})
+            cells = [_beside(mean_ms, there_ms.get(policy)) for policy, mean_ms in means_ms.items()]
             rows.append([rate, case, *cells])
-    policies = list(next(iter(_cases(next(iter(measured.values()))["results"])))[1])
+            policies = list(means_ms)
     return table(["copies", "case", *(f"`{policy}`" for policy in policies)], rows)
+
+
+def _beside(predicted_ms: float, measured_ms: float | None) -> str:
+    deviation = "" if measured_ms is None else f" ({predicted_ms / measured_ms - 1:+.0%})"
+    return f"{predicted_ms:.1f} ms{deviation}"
 
 
 def twin_note(simulated: Result) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 import pytest
 import typer.testing
+from examples import SHORT
 from hypothesis import settings
 
 # One thread: the models are tiny, and OpenMP threads that wait for each other on a busy machine are slow.
@@ -36,11 +37,7 @@ if not torch.cuda.is_available():
 # command.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 
-# No deadline: shared machines are slow at times, and no test here is about time. The same examples in every
-# run: a failure that comes and goes is found by raising max_examples, not by running again.
-# Half of the usual number: the whole suite is to stay well below ten minutes on two cores.
-settings.register_profile("loraplex", deadline=None, derandomize=True, max_examples=50)
-settings.load_profile("loraplex")
+settings.load_profile(SHORT)
 
 
 @pytest.hookimpl(wrapper=True)

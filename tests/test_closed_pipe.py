@@ -77,7 +77,7 @@ def test_a_command_that_outlives_its_reader_goes_on_without_a_word() -> None:
 
 
 def test_what_is_said_on_stderr_after_its_reader_has_left_does_not_change_the_exit_code() -> None:
-    """As in `loraplex serve 2>&1 | head`: both streams are one pipe."""
+    """Both streams are one pipe, as in `loraplex serve 2>&1 | head`."""
     reader, writer = os.pipe()
     program = (
         "import sys; from loraplex.cli.closed_pipe import outlive_the_reader; outlive_the_reader()\n"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT: Final = Path(__file__).parent.parent
 FOLDERS: Final = ("loraplex", "benchmarks", "scripts", "tests")
-FRAGMENTS: Final = ("Of", "By", "Whether", "What", "Whoever")
+FRAGMENTS: Final = ("Of", "By", "Whether", "What", "Whoever", "How", "Where", "When", "As", "For")
 
 
 def fragments(source: str) -> Iterator[tuple[int, str]]:
@@ -38,5 +38,5 @@ def test_docstrings_are_sentences(folder: str) -> None:
 
 def test_fragments_are_found_wherever_they_are() -> None:
     source = '"""Whether it is."""\nA = 1\n"""Of a row."""\ndef f():\n    """Return what is."""\n'
-    source += 'class C:\n    """By name."""\n    x: int\n    """Offset."""\n'
-    assert list(fragments(source)) == [(1, "Whether"), (3, "Of"), (7, "By")]
+    source += 'class C:\n    """By name."""\n    x: int\n    """Offset."""\n    y: int\n    """How many."""\n'
+    assert list(fragments(source)) == [(1, "Whether"), (3, "Of"), (7, "By"), (11, "How")]

@@ -1,4 +1,4 @@
-"""Where the `loraplex` command begins."""
+"""The entry point of the `loraplex` command."""
 
 from __future__ import annotations
 

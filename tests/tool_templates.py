@@ -36,8 +36,22 @@ MISTRAL: Final = f"""{_TOOLS}{_TURNS}{{% if m.tool_calls %}}[TOOL_CALLS] [{{% fo
 MISTRAL_NAMED: Final = f"""{_TOOLS}{_TURNS}{{% for c in m.tool_calls or [] %}}
 {{{{- "[TOOL_CALLS]" + c.function.name + "[ARGS]" + (c.function.arguments | tojson) }}}}
 {{%- endfor %}}{_END}"""
+_WRITTEN_OUT: Final = """{% for t in tools or [] %}
+{{- "- " + t.function.name + ": " + t.function.description + "\n" }}{% endfor %}"""
+HERMES_DESCRIBED: Final = HERMES.replace(_TOOLS, _WRITTEN_OUT)
+"""Fails for a tool without a description."""
+_ONE_CALL: Final = """{% if m.tool_calls and m.tool_calls | length > 1 %}
+{{- raise_exception("one call at a time") }}{% endif %}"""
+LLAMA3_SINGLE: Final = LLAMA3.replace("{% for c in m.tool_calls", f"{_ONE_CALL}{{% for c in m.tool_calls")
+LLAMA3_FIRST: Final = LLAMA3.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+"""Drops all calls but the first."""
+_NINE_CHARS: Final = """{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}
+{{- raise_exception("ids of calls have 9 characters") }}{% endif %}{% endfor %}"""
+MISTRAL_STRICT: Final = MISTRAL.replace("{% if m.tool_calls %}", f"{_NINE_CHARS}{{% if m.tool_calls %}}")
 TEMPLATES: Final = {
     "hermes": HERMES, "qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "mistral named": MISTRAL_NAMED,
+    "hermes described": HERMES_DESCRIBED, "llama3 single": LLAMA3_SINGLE, "llama3 first": LLAMA3_FIRST,
+    "mistral strict": MISTRAL_STRICT,
 }  # fmt: skip
 
 SPECIAL_MARKS: Final = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]

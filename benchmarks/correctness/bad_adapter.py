@@ -42,7 +42,7 @@ def bad_adapter(setting: Setting) -> list[Check]:
 
 
 def _refused(root: Path, value: float) -> Check:
-    """Where the numbers are in the file, the reader says so."""
+    """Check that the reader refuses an adapter whose file has such numbers."""
     folder = _copy_with(root, value)
     try:
         read_adapter(folder, load_config(root / "base").shape)

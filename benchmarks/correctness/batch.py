@@ -22,6 +22,7 @@ from benchmarks.correctness.comparing import (
     FLOAT32_MARGIN,
     NOISE_FACTOR,
     NUM_TOP,
+    least_error,
     rounding_error,
     text_and_logprob_checks,
 )
@@ -61,7 +62,7 @@ def batch(setting: Setting) -> list[Check]:
             "bfloat16, log-probabilities",
             "of the likeliest tokens, as long as both agree on the text; one that is not among the other's "
             f"{NUM_TOP} likeliest is off by its distance to the last of these at least",
-            max(_least_error(short.scored[each], one) for each, one in short.alone.items()),
+            max(least_error(short.scored[each], one) for each, one in short.alone.items()),
             margin,
             **details,
         ),
@@ -91,23 +92,6 @@ def _known_share(found: Answer, expected: Answer) -> float:
         if here.token_id != there.token_id:
             break
     return sum(is_known) / len(is_known)
-
-
-def _least_error(found: Answer, expected: Answer) -> float:
-    """Return the error of the five likeliest tokens that is certain. Random weights give flat distributions:
-    rounding moves a token past the last of the other's likeliest that are known."""
-    worst = 0.0
-    for here, there in zip(found.logprobs, expected.logprobs, strict=True):
-        known = dict(there.top)
-        last = min(known.values())
-        errors = [
-            abs(value - known[token]) if token in known else max(value - last, 0.0)
-            for token, value in here.top[:5]
-        ]
-        worst = max(worst, *(error if math.isfinite(error) else math.inf for error in errors))
-        if here.token_id != there.token_id:
-            break
-    return worst
 
 
 def _all_answers(setting: Setting, dtype: torch.dtype) -> _Answers:

@@ -1,4 +1,4 @@
-"""How two answers to one request are compared: their texts up to a tie, and their log-probabilities."""
+"""Compares two answers to one request: their texts up to a tie, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOISE_FACTOR: Final = 2.0
 def text_error(
     found: Sequence[int], expected: Sequence[int], lag: Callable[[int, int], float]
 ) -> tuple[float, int]:
-    """How unlikely the token at the first difference is, and how many tokens agree before it.
+    """Return how unlikely the token at the first difference is, and how many tokens agree before it.
 
     `lag(place, token)`: by how much that token's logit falls short of the one chosen there, in the run that
     `expected` is from. Two tokens that are almost equally likely are a tie, which rounding decides; what
@@ -126,6 +126,23 @@ def logprob_error(found: Answer, expected: Answer) -> float:
     for here, there in zip(found.logprobs, expected.logprobs, strict=True):
         known = dict(there.top)
         worst = max(worst, *(abs(value - known.get(token, math.inf)) for token, value in here.top[:5]))
+        if here.token_id != there.token_id:
+            break
+    return worst
+
+
+def least_error(found: Answer, expected: Answer) -> float:
+    """Return the error of the five likeliest tokens that is certain. Random weights give flat distributions:
+    rounding moves a token past the last of the other's likeliest that are known."""
+    worst = 0.0
+    for here, there in zip(found.logprobs, expected.logprobs, strict=True):
+        known = dict(there.top)
+        last = min(known.values())
+        errors = [
+            abs(value - known[token]) if token in known else max(value - last, 0.0)
+            for token, value in here.top[:5]
+        ]
+        worst = max(worst, *(error if math.isfinite(error) else math.inf for error in errors))
         if here.token_id != there.token_id:
             break
     return worst

@@ -19,18 +19,18 @@ from loraplex.core.request import TokenLogprob
 
 NUM_TOP = 20
 SCORED_AND_PLAIN: tuple[dict[str, Any], ...] = ({"logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP}, {})
-"""How requests are sent: tokens with log-probabilities are chosen by the host, the others on the device."""
+"""The ways requests are sent: the host chooses tokens with log-probabilities, the device the others."""
 FLOAT32_TOLERANCE = 2e-5
 """The largest error, as a share of the largest logit at its position."""
 FLOAT32_MARGIN = 1e-4
 BFLOAT16_MARGIN = 0.125
-"""How far apart two logits may be and count as a tie. Logits here spread by about one; those of the
+"""Two logits that differ by less count as a tie. Logits here spread by about one; those of the
 likeliest tokens are near four, where bfloat16 itself counts in steps of 1/64, behind layers that each
 round a dozen times."""
 BFLOAT16_RATIO = 1.5
-"""How much worse than transformers' bfloat16 the engine's may be, both measured against float32."""
+"""The engine's bfloat16 may be this many times worse than transformers', both measured against float32."""
 MAX_STEP_TOKENS = 64
-"""So that long prompts are cut, and the later chunks attend to a paged prefix."""
+"""Long prompts are cut by this, and the later chunks attend to a paged prefix."""
 
 
 def families(setting: Setting) -> list[Check]:

@@ -1,7 +1,8 @@
 """Section `merging`: weights with an adapter merged in.
 
-Merged weights are compared with float64; texts of merged steps with those of unmerged ones, in float32 and by
-graphs as a server's; and after a thousand switches, every log-probability must be the same to the last bit.
+Merged weights are compared with float64; texts of `merged` and `auto` with those of unmerged steps,
+by graphs as a server's, in float32 and, within its measured rounding, in bfloat16; and after a thousand
+switches, every log-probability must be the same to the last bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Final
 import torch
 
 from benchmarks.correctness.check import Check, Setting, holds, within
-from benchmarks.correctness.comparing import FLOAT32_MARGIN, NUM_TOP, text_and_logprob_checks
+from benchmarks.correctness.comparing import (
+    FLOAT32_MARGIN,
+    NOISE_FACTOR,
+    NUM_TOP,
+    least_error,
+    rounding_error,
+    text_and_logprob_checks,
+)
 from benchmarks.correctness.driving import Answer, answers, bring_in, greedy_request, random_prompt
 from benchmarks.correctness.kernel_lora import LAYER, RANKS, TARGETS, random_adapter
 from benchmarks.correctness.random_engines import build, distinct_specs
@@ -26,8 +34,11 @@ from loraplex.engine.core import Engine
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.shapes import config_of_shape
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.line import Line
 
 KINDS: Final = ("q,k,v", "gate,up,down", "all")
+POLICIES: Final = (Batching.MERGED, Batching.AUTO)
 SWITCHES: Final = 1000
 _PROMPT_TOKENS: Final = 12
 """Fewer than a block has: the prefix cache never answers, so that a request is computed alike every time."""
@@ -77,31 +88,69 @@ def _weight_check(
 
 
 def _texts(setting: Setting) -> list[Check]:
-    unmerged, _ = _answers(setting, Batching.FCFS)
-    merged, num_merged_steps = _answers(setting, Batching.MERGED)
-    return [
-        *text_and_logprob_checks(
-            "float32",
-            "on merged weights with those of unmerged steps",
-            plain=merged,
-            scored=merged,
-            expected=unmerged,
+    """Most requests are on one adapter, so that policies merge it and let the others pause."""
+    exact, _ = _answers(setting, Batching.FCFS, torch.float32)
+    checks = []
+    for batching in POLICIES:
+        found, counts = _answers(setting, batching, torch.float32)
+        checks += text_and_logprob_checks(
+            f"{batching}, float32",
+            "with those of unmerged steps",
+            plain=found,
+            scored=found,
+            expected=exact,
             margin=FLOAT32_MARGIN,
-        ),
-        holds("merged steps", "there were some", num_merged_steps > 0, steps=num_merged_steps),
-    ]
+            **counts,
+        )
+        checks.append(holds(f"{batching}, merged steps", "there were some", counts["merged_steps"] > 0))
+    checks.append(holds("auto, pauses", "there were some", counts["pauses"] > 0))
+    if setting.engine_dtype is torch.float32:
+        return checks
+    short, _ = _answers(setting, Batching.FCFS, setting.engine_dtype)
+    noise = max(rounding_error(short[each], one) for each, one in exact.items())
+    for batching in POLICIES:
+        checks += _rounded_checks(setting, batching, short, noise)
+    return checks
 
 
-def _answers(setting: Setting, batching: Batching) -> tuple[dict[str, Answer], int]:
-    """Return the answers of all requests at once, and the number of merged steps."""
-    engine = build(setting.large_shape, setting, dtype=torch.float32, batching=batching)
-    versions = _register(engine, setting)
-    found = answers(engine, [_request(version, index, setting) for version in versions for index in range(5)])
-    num_merged_steps = engine.stats().num_merged_steps
+def _rounded_checks(
+    setting: Setting, batching: Batching, expected: dict[str, Answer], noise: float
+) -> list[Check]:
+    """Merged weights are rounded where unmerged products are not: two results that are both off by `noise`
+    differ by twice as much at the most."""
+    found, counts = _answers(setting, batching, setting.engine_dtype)
+    margin = round(NOISE_FACTOR * noise, 3)
+    details = {"rounding_error": round(noise, 3), **counts}
+    name, compared = f"{batching}, bfloat16", "with those of unmerged steps"
+    texts = text_and_logprob_checks(
+        name, compared, plain=found, scored=found, expected=expected, margin=margin, **details
+    )[0]
+    worst = max(least_error(found[each], one) for each, one in expected.items())
+    return [texts, within(f"{name}, log-probabilities", f"as far as known, {compared}", worst, margin)]
+
+
+def _answers(
+    setting: Setting, batching: Batching, dtype: torch.dtype
+) -> tuple[dict[str, Answer], dict[str, int]]:
+    """Return the answers of all requests at once, and how often the policy merged and paused."""
+    engine = build(setting.large_shape, setting, dtype=dtype, batching=batching)
+    if engine._costs is not None:
+        engine._costs._model = _that_merge(engine._costs.model)
+    first, *others = _register(engine, setting)
+    requests = [_request(first, index, setting) for index in range(24)]
+    requests += [_request(version, index, setting) for version in others for index in range(2)]
+    found = answers(engine, requests)
+    stats = engine.stats()
     engine.close()
     del engine
     release()
-    return found, num_merged_steps
+    return found, {"merged_steps": stats.num_merged_steps, "pauses": stats.num_pauses}
+
+
+def _that_merge(costs: CostModel) -> CostModel:
+    """Return costs by which merging takes no time, and adapters cost more than anything else."""
+    terms = replace(costs.step.terms, lora_s=0.1)
+    return replace(costs, merge=Line(latency_s=0.0, unit_s=0.0), step=replace(costs.step, terms=terms))
 
 
 def _switches(setting: Setting) -> list[Check]:

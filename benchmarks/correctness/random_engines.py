@@ -15,7 +15,7 @@ from loraplex.core.batching import Batching
 from loraplex.engine.core import Engine
 
 GPU_MEMORY_BYTES: Final = 32 << 30
-"""For adapters and KV cache, unless a check needs less: two sections fit on one device side by side."""
+"""Memory of adapters and KV cache, unless a check needs less: two sections fit on one device side by side."""
 
 
 def build(

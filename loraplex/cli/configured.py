@@ -18,14 +18,14 @@ from loraplex.cli.config_file import ConfigError, ConfigFile, FileOption, option
 
 _PREFIX: Final = "LORAPLEX"
 _FILE: Final = "loraplex.config_file"
-"""Where a context keeps the file that it has read."""
+"""The key under which a context keeps the file that it has read."""
 _CONFIG: Final = "config"
 _ARGUMENT: Final = "model_argument"
 _SAME_AS_OPTION: Final = "model"
 
 
 class Origin(StrEnum):
-    """Where a value is from."""
+    """The source of a value."""
 
     FLAG = "flag"
     ENVIRONMENT = "environment"

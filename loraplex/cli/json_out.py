@@ -46,7 +46,12 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def save_json(path: Path, document: dict[str, Any]) -> None:
     """Replace the file atomically, or leave it as it is. Pipes and devices are written to."""
-    _save(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    save_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a text like `save_json`."""
+    _save(path, text.encode())
 
 
 @contextmanager

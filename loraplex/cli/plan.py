@@ -14,6 +14,7 @@ from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.plan_demand import asked_demand, check_finite
+from loraplex.cli.plan_profile import PlanProfile, profile_of_plan
 from loraplex.cli.plan_show import figures_of, show_adapters, show_alternatives, show_plan, warn
 from loraplex.cli.plan_train import train
 from loraplex.cli.plan_watch import watch
@@ -107,7 +108,7 @@ def make(
             min=0,
             max=10,
             help="Share by which each GPU shall be able to serve more than is asked for; default: 0.05 for "
-            "engines with slots. The judge of our own engine leaves room itself. Baselines ask no judge.",
+            "engines with slots. The judge of our own engine leaves room itself. Baselines leave none.",
         ),
     ] = None,
     compare: Annotated[
@@ -165,7 +166,10 @@ def make(
             report=lambda share: report("placing adapters", share),
         )
     if judge is not None and (outside := judge.outside_range()):
-        warn(f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}")
+        warn(
+            f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}; it answered for "
+            "the nearest that it knows: leave --surrogate out, and the twin judges"
+        )
     checked = _checked(plan, found, seeds=_MADE_SEEDS)
     others = _alternatives(plan, found) if _is_compared(compare, plan) else []
 
@@ -207,9 +211,7 @@ def show(
 @app.command()
 def check(
     plan: PlanPath,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="NAME|PATH", help="Default: what the plan was made with.")
-    ] = None,
+    profile: PlanProfile = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the requests, which must not be 0.")] = "1,2,3,4,5",
     seconds: Annotated[float, typer.Option(min=1, help="Simulated seconds of each run.")] = 1800.0,
     json_out: JsonPath = None,
@@ -221,9 +223,7 @@ def check(
     from loraplex.planner.plan_file import read_plan
 
     read = read_plan(plan)
-    found = read_profile_of(profile or Path(read.profile), None)
-    if profile is not None and str(profile) != read.profile:
-        typer.echo(f"checked with {profile}; the plan was made with {read.profile}", err=True)
+    found = profile_of_plan(read, profile)
     checked = _checked(read, found, seeds=_seeds_of(seeds), seconds=seconds)
     with files_saved((json_out, lambda path: save_json(path, figures_of(checked, found)))):
         show_plan(read, checked, found)

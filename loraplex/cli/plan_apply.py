@@ -17,6 +17,7 @@ from loraplex.cli.measured_demand import engine_at
 from loraplex.cli.placement_calls import body_of, give, placement_at
 from loraplex.cli.placement_calls import release as release_placement
 from loraplex.cli.plan_demand import check_finite
+from loraplex.cli.plan_profile import PlanProfile, profile_of_plan
 from loraplex.cli.plan_show import unit_of
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.table import number_column, print_table, text_column
@@ -25,6 +26,7 @@ from loraplex.core.progress import in_words, shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from loraplex.perf.named_profiles import Profile
     from loraplex.planner.check import PlanCheck
     from loraplex.planner.move_cost import MoveCost
     from loraplex.planner.placement_steps import Step
@@ -53,6 +55,7 @@ def apply(
     plan: PlanPath,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
+    profile: PlanProfile = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the steps, and change nothing.")
     ] = False,
@@ -76,6 +79,10 @@ def apply(
         str | None,
         typer.Option(metavar="FOLDER", help="Where vLLM finds a subfolder for each adapter: ./adapters."),
     ] = None,
+    gpus_per_machine: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs that each machine has for these commands; default: all of the plan."),
+    ] = None,
 ) -> None:
     """Have a running fleet serve as planned; its first replica is the plan's first GPU, and so on.
 
@@ -89,20 +96,25 @@ def apply(
     if vllm_commands:
         if dry_run:
             raise typer.BadParameter("--vllm-commands changes nothing; leave it out", param_hint="--dry-run")
+        found = profile_of_plan(read, profile)
         if not force:
-            check_serves(read)
-        _print_commands(read, model, adapters_dir)
+            check_serves(read, found)
+        _print_commands(read, found, model, adapters_dir, gpus_per_machine)
         return
-    if model is not None or adapters_dir is not None:
-        raise typer.BadParameter("--model and --adapters-dir are for --vllm-commands; leave them out")
+    if model is not None or adapters_dir is not None or gpus_per_machine is not None:
+        raise typer.BadParameter(
+            "--model, --adapters-dir and --gpus-per-machine are for --vllm-commands; leave them out"
+        )
+    known = _profile_if_needed(read, profile, is_needed=not force)
     present = placement_at(base_url, api_key)
     body = body_of(read, present.replicas, plan.name)
     present = give(base_url, api_key, body, dry_run=True)
     steps = steps_to(read, present)
-    show_steps(read, present, steps)
-    _warn_of_other_engine(read, base_url, api_key)
-    if not force:
-        check_serves(read)
+    show_steps(present, steps, known)
+    if known is not None:
+        warn_of_other_engine(known, engine_at(base_url, api_key), base_url)
+    if known is not None and not force:
+        check_serves(read, known)
     if dry_run:
         typer.echo("nothing was changed")
         return
@@ -140,17 +152,28 @@ def steps_to(plan: Plan, present: Placement) -> list[Step]:
     return steps_between(now, wanted)
 
 
-def cost_of(plan: Plan, present: Placement, steps: list[Step]) -> MoveCost:
-    """Return the price of steps by the profile that a plan was made with."""
-    from loraplex.perf.named_profiles import find_profile
+def _profile_if_needed(plan: Plan, given: Path | None, *, is_needed: bool) -> Profile | None:
+    """Read the profile of a plan. If it is not needed and not given, say that it cannot be read instead of
+    raising."""
+    try:
+        return profile_of_plan(plan, given)
+    except UserError as error:
+        if is_needed or given is not None:
+            raise
+        typer.echo(f"what the steps take is not known: {error}", err=True)
+        return None
+
+
+def cost_of(present: Placement, steps: list[Step], profile: Profile) -> MoveCost:
+    """Return the price of steps by this profile."""
     from loraplex.planner.move_cost import AdapterSize, move_cost
 
     sizes = {each.name: AdapterSize(rank=each.rank, num_bytes=each.bytes) for each in present.data}
-    return move_cost(steps, sizes, find_profile(Path(plan.profile)))
+    return move_cost(steps, sizes, profile)
 
 
-def show_steps(plan: Plan, present: Placement, steps: list[Step]) -> None:
-    """Print which adapters move where, and the price of that."""
+def show_steps(present: Placement, steps: list[Step], profile: Profile | None) -> None:
+    """Print which adapters move where, and the price of that if there is a profile."""
     ranks = {each.name: each.rank for each in present.data}
     largest = sorted(steps, key=lambda step: (-len(step.loads), -ranks[step.adapter], step.adapter))
     rows = [
@@ -169,11 +192,9 @@ def show_steps(plan: Plan, present: Placement, steps: list[Step]) -> None:
     if not steps:
         typer.echo("every adapter is on the replicas of the plan already")
         return
-    try:
-        cost = cost_of(plan, present, steps)
-    except UserError as error:
-        typer.echo(f"what that takes is not known: {error}", err=True)
+    if profile is None:
         return
+    cost = cost_of(present, steps, profile)
     typer.echo(
         f"{cost.num_moved:,} {plural('adapter', cost.num_moved)} to move: {cost.num_loads:,} "
         f"{plural('load', cost.num_loads)} of {cost.num_bytes / 2**20:,.1f} MiB in all, which take the "
@@ -181,27 +202,15 @@ def show_steps(plan: Plan, present: Placement, steps: list[Step]) -> None:
     )
 
 
-def _warn_of_other_engine(plan: Plan, base_url: str, api_key: str | None) -> None:
-    from loraplex.perf.named_profiles import find_profile
-
-    try:
-        profile = find_profile(Path(plan.profile))
-    except UserError:  # said already, as the price of the steps is not known
-        return
-    warn_of_other_engine(profile, engine_at(base_url, api_key), base_url)
-
-
 def _replicas(numbers: frozenset[int]) -> str | None:
     return ", ".join(map(str, sorted(numbers))) or None
 
 
-def check_serves(plan: Plan) -> None:
+def check_serves(plan: Plan, profile: Profile) -> None:
     """Simulate a plan on traffic that it was not made with. Raises UserError if a GPU starves, or misses a
     limit of the plan."""
-    from loraplex.cli.twin_options import read_profile_of
     from loraplex.planner.check import CHECKED_S, SEEDS, check_plan
 
-    profile = read_profile_of(Path(plan.profile), None)
     with shown_progress("simulating the plan") as report:
         checked = check_plan(
             plan,
@@ -284,12 +293,20 @@ def _some(named: list[str]) -> str:
     return ", ".join(named[:_MAX_NAMED]) + (f" and {left:,} more" if left > 0 else "")
 
 
-def _print_commands(plan: Plan, model: str | None, adapters_dir: str | None) -> None:
-    from loraplex.perf.named_profiles import find_profile, model_of
+def _print_commands(
+    plan: Plan, profile: Profile, model: str | None, adapters_dir: str | None, gpus_per_machine: int | None
+) -> None:
+    from loraplex.perf.named_profiles import model_of
     from loraplex.planner.vllm_commands import vllm_commands
 
-    named = model or model_of(find_profile(Path(plan.profile)))
-    commands = vllm_commands(plan, model=named, adapters_dir=adapters_dir or _ADAPTERS_DIR)
+    named = model or model_of(profile)
+    commands = vllm_commands(
+        plan,
+        profile,
+        model=named,
+        adapters_dir=adapters_dir or _ADAPTERS_DIR,
+        gpus_per_machine=gpus_per_machine,
+    )
     typer.echo("\n\n".join(commands))
     if model is None:
         typer.echo(f"the profile calls the model {named!r}; give your checkpoint with --model", err=True)

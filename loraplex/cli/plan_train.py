@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from loraplex.cli.json_out import check_writable, files_saved
+from loraplex.cli.json_out import check_writable, files_saved, save_text
 from loraplex.cli.plan_demand import check_finite
 from loraplex.cli.twin_options import ProfilePath, read_profile_of
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
-from loraplex.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from loraplex.planner.surrogate import Surrogate
@@ -46,7 +45,10 @@ def train(
         bool, typer.Option("--paper-search", help="Search all of the paper's options, which takes hours.")
     ] = False,
     rules: Annotated[
-        Path | None, typer.Option(help="Write the rules to this file, to be read; with --small.")
+        Path | None,
+        typer.Option(
+            help="Write the rules to this file, to be read, or as Python if it ends in .py; with --small."
+        ),
     ] = None,
 ) -> None:
     """Train a surrogate of an engine with slots: a file that answers in microseconds what the twin simulates.
@@ -91,23 +93,15 @@ def train(
         trained = train_one(read_dataset(dataset), search, progress=report)
     with files_saved(
         (out, lambda path: write_surrogate(path, trained, environment(_TRAINED_BY))),
-        (rules, lambda path: write_whole(path, _rules_of(trained))),
+        (rules, lambda path: _save_rules(path, trained)),
     ):
         _show_accuracy(trained)
 
 
-def _rules_of(surrogate: Surrogate) -> str:
-    from loraplex.planner.features import FEATURE_NAMES
-    from loraplex.planner.rules import rules_text
-    from loraplex.planner.trees import tree_of
+def _save_rules(path: Path, surrogate: Surrogate) -> None:
+    from loraplex.planner.rules_file import SUFFIX, rules_as_python, rules_as_text
 
-    parts = []
-    for what, forest in (("tokens/s at most", surrogate.throughput), ("starves", surrogate.starvation)):
-        if forest is None:
-            parts += [what, "if it serves less than 0.9 of what is offered", ""]
-        else:
-            parts += [what, *rules_text(tree_of(forest), FEATURE_NAMES), ""]
-    return "\n".join(parts)
+    save_text(path, (rules_as_python if path.suffix == SUFFIX else rules_as_text)(surrogate))
 
 
 def _show_accuracy(surrogate: Surrogate) -> None:

@@ -20,6 +20,7 @@ from loraplex.cli.measured_demand import measured_demand
 from loraplex.cli.placement_calls import check_num_gpus, placement_at
 from loraplex.cli.plan_apply import PlanPath
 from loraplex.cli.plan_demand import check_finite
+from loraplex.cli.plan_profile import PlanProfile, profile_of_plan
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.twin_options import JsonPath
 from loraplex.core.errors import LoraplexError
@@ -53,6 +54,7 @@ def watch(
     plan: PlanPath,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
+    profile: PlanProfile = None,
     every: Annotated[
         float, typer.Option(min=1, max=86400, help="Seconds between looks at what was asked for.")
     ] = 300.0,
@@ -70,17 +72,18 @@ def watch(
     check_finite(every=every)
     check_writable(out, "--out", inputs=(plan,))
     check_writable(json_out, inputs=tuple(path for path in (plan, out) if path is not None))
-    from loraplex.cli.twin_options import read_profile_of
     from loraplex.planner.plan_file import read_plan
     from loraplex.planner.watch import NUM_LOOKS, Hysteresis
 
     read = read_plan(plan)
-    profile = read_profile_of(Path(read.profile), None)
+    found = profile_of_plan(read, profile)
+    if profile is not None:  # which the plans that are proposed are made with
+        read = replace(read, profile=str(profile))
     hysteresis = Hysteresis(1 if once else NUM_LOOKS)
     said: set[str] = set()
     while True:
         try:
-            is_proposed = _look_once(read, profile, base_url, api_key, hysteresis, said, out, json_out)
+            is_proposed = _look_once(read, found, base_url, api_key, hysteresis, said, out, json_out)
         except LoraplexError as error:
             if once:
                 raise
@@ -123,7 +126,8 @@ def _look_once(
         )
     _show_look(look, present)
     proposal = None
-    if hysteresis.acts(look.verdict, look.measured_tok_s):
+    is_due = hysteresis.is_due(look.verdict, look.measured_tok_s)
+    if is_due:
         proposal = _proposal(plan, look, demand, present, profile)
         _show_proposal(plan, look, proposal)
     with files_saved(
@@ -132,6 +136,8 @@ def _look_once(
     ):
         if proposal is not None:
             _show_advice(proposal, len(plan.gpus), out, base_url)
+    if is_due:  # not before it is written: whatever fails is done again at the next look
+        hysteresis.acted(look.measured_tok_s)
     return proposal is not None
 
 

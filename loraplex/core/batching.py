@@ -30,7 +30,7 @@ class Batching(StrEnum):
     """dLoRA's: an adapter with many requests runs merged while the others pause, by thresholds that adapt to
     the traffic, and by credits, so that no adapter starves."""
     GROUPED = "grouped"
-    """As fcfs, but in a long queue requests are admitted by adapter, so that a step reads fewer of them."""
+    """The order of fcfs, but in a long queue requests are admitted by adapter: a step reads fewer of them."""
     AUTO = "auto"
     """Grouped admission, and merged steps where they are predicted to give more tokens per second, both
     within `DelayBound`."""

@@ -17,7 +17,7 @@ class ColdStart(StrEnum):
     PIPELINED = "pipelined"
     """The request runs at once; each layer waits for its own weights."""
     CPU_ASSIST = "cpu-assist"
-    """As auto, with CPU workers on any bus: they compute LoRA of the first layers until these arrive."""
+    """The same as auto, with CPU workers on any bus: they compute LoRA of layers that have not arrived."""
     AUTO = "auto"
     """Pipelined if that delays the others in the step by no more than waiting for the next step would delay
     the request; with CPU workers where the bus is slow enough for them to pay."""

@@ -28,7 +28,7 @@ def continued(
         return request
     params = request.params
     if has_prompt_logprobs and params.prompt_logprobs is not None:
-        params = replace(params, prompt_logprobs=None)
+        params = params.changed(prompt_logprobs=None)
     return replace(request, params=params, output_token_ids=(*request.output_token_ids, *token_ids))
 
 

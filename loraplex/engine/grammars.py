@@ -21,6 +21,7 @@ import numpy.typing as npt
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.structured_output import OutputKind, StructuredOutput
+from loraplex.core.tenants import NO_TENANT
 from loraplex.engine.schema_rules import (
     JSON_WHITESPACE,
     ascii_classes,
@@ -29,6 +30,7 @@ from loraplex.engine.schema_rules import (
     refuse_large_multiples,
     refuse_many_repetitions,
 )
+from loraplex.engine.tenant_cache import TenantCache
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -139,7 +141,12 @@ class Grammars:
         wanted = request.params.structured_output
         assert wanted is not None
         return AnswerGrammar(
-            self, wanted, request.eos_token_ids, request.output_token_ids, request.cache_salt
+            self,
+            wanted,
+            request.eos_token_ids,
+            request.output_token_ids,
+            request.cache_salt,
+            request.tenant,
         )
 
 
@@ -153,12 +160,15 @@ class AnswerGrammar:
         eos_token_ids: tuple[int, ...],
         output_token_ids: Sequence[int],
         cache_salt: str = "",
+        tenant: str = NO_TENANT,
     ) -> None:
         refuse_without_llguidance(wanted)
-        self._origin = (grammars, wanted, eos_token_ids, tuple(output_token_ids), cache_salt)
+        self._origin = (grammars, wanted, eos_token_ids, tuple(output_token_ids), cache_salt, tenant)
         ends = grammars.eos_token_ids or eos_token_ids
+        key = (grammars, wanted, ends, cache_salt)
         try:
-            self.matcher = _compiled(grammars, wanted, ends, cache_salt).deep_copy()
+            compiled = COMPILED.get(key, tenant, lambda: _compiled(grammars, wanted, ends))
+            self.matcher = compiled.deep_copy()
         except ModelError as error:
             raise InvalidRequestError(f"{error}; leave {wanted.param} out", param=wanted.param) from error
         self.vocab_size = _tokenizer(grammars, ends).vocab_size
@@ -214,12 +224,14 @@ def allowed_bits(grammars: Sequence[AnswerGrammar]) -> npt.NDArray[np.int64]:
     return np.pad(masks, ((0, 0), (0, odd))).view(np.int64)
 
 
-@lru_cache(maxsize=_CACHED_GRAMMARS)
-def _compiled(
-    grammars: Grammars, wanted: StructuredOutput, eos_token_ids: tuple[int, ...], cache_salt: str
-) -> LLMatcher:
-    """Return the state of an answer that has not begun, to be copied. `cache_salt` only keeps cache entries
-    apart."""
+COMPILED: Final = TenantCache[tuple[Grammars, StructuredOutput, tuple[int, ...], str], "LLMatcher"](
+    _CACHED_GRAMMARS
+)
+"""States of answers that have not begun, by model, what is wanted, end tokens and cache salt."""
+
+
+def _compiled(grammars: Grammars, wanted: StructuredOutput, eos_token_ids: tuple[int, ...]) -> LLMatcher:
+    """Return the state of an answer that has not begun, to be copied."""
     from llguidance import LLMatcher, LLParserLimits
 
     if not eos_token_ids:

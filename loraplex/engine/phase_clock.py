@@ -1,4 +1,4 @@
-"""When requests whose traces are wanted were queued, had their adapter loaded, and began to run."""
+"""Notes when traced requests were queued, had their adapter loaded, and began to run."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from loraplex.core.errors import ContextLengthError, InvalidRequestError
@@ -61,7 +60,7 @@ def fit_max_tokens(params: SamplingParams, *, num_prompt_tokens: int, max_model_
                 f"{room} of the context of {max_model_len} tokens",
                 param="min_tokens",
             )
-        return replace(params, max_tokens=room)
+        return params.changed(max_tokens=room)
     if params.max_tokens > room:
         raise ContextLengthError(
             f"the prompt has {tokens} and max_tokens is {params.max_tokens}, together "

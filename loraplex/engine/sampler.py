@@ -55,7 +55,7 @@ class SamplingState:
         self.prompt_token_ids = request.prompt_token_ids
         bad_words = request.params.bad_word_ids
         self._last_tokens = deque(request.output_token_ids, maxlen=max(map(len, bad_words), default=1) - 1)
-        """As many as bad words need."""
+        """The last tokens, as many as bad words need."""
         self.output_counts = Counter(request.output_token_ids if request.params.has_penalties else ())
         stops = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:

@@ -40,7 +40,7 @@ def closed_schema(text: str) -> str:
         schema = json.loads(text)
         return json.dumps(_closed(schema, closes=not _has_many_parts(schema)), ensure_ascii=False)
     except (ValueError, RecursionError):
-        return text  # whoever compiles it says what is wrong
+        return text  # the compiler says what is wrong
 
 
 def ascii_classes(pattern: str) -> str:
@@ -83,7 +83,7 @@ def refuse_large_multiples(text: str) -> None:
     text = _ESCAPED.sub(lambda code: chr(int(code[1], 16)), text)
     divisors: list[int] = []
     for found in _MULTIPLE.findall(text):
-        with suppress(InvalidOperation):  # whoever compiles it says what is wrong
+        with suppress(InvalidOperation):  # the compiler says what is wrong
             digits = Decimal(found).normalize().as_tuple().digits
             divisors.append(int("".join(map(str, digits[:_MOST_DIGITS]))) or 1)
     most = _MOST_BOUNDED if any(each in text for each in _BOUNDS) else _MOST_REMAINDERS

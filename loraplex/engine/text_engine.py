@@ -126,7 +126,7 @@ class TextEngine:
         check_token_ids(params, vocab_size=self.vocab_size)
         if params.bad_words:
             words = bad_word_ids(self.tokenizer, params.bad_words, vocab_size=self.vocab_size)
-            params = replace(params, bad_word_ids=words)
+            params = params.changed(bad_word_ids=words)
         _check_options(params, num_choices=len(prompts) * params.n)
         # Lengths first: checking the ids of a prompt that is far too long takes long.
         fitted = [self.check_length(len(prompt), params) for prompt in prompts]
@@ -194,14 +194,14 @@ class TextEngine:
         """Yield the requests of all choices. They have no stop strings: an engine has no text."""
         params = checked.params
         for prompt_index, (prompt, fitted) in enumerate(zip(checked.prompts, checked.fitted, strict=True)):
-            token_ids, alone = list(prompt), replace(fitted, n=1, stop=())
+            token_ids, alone = list(prompt), fitted.changed(n=1, stop=())
             for sibling in range(params.n):
                 yield EngineRequest(
                     request_id=f"{request_id}-{prompt_index * params.n + sibling}",
                     prompt_token_ids=token_ids,
                     params=alone
                     if params.seed is None
-                    else replace(alone, seed=_sibling_seed(params.seed, sibling)),
+                    else alone.changed(seed=_sibling_seed(params.seed, sibling)),
                     adapter=adapter,
                     eos_token_ids=self.tokenizer.eos_token_ids,
                     output_token_ids=output_token_ids,

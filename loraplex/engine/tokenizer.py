@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.core.logs import adopt_library_loggers
 from loraplex.engine.detokenizer import Detokenizer, PieceTable
+from loraplex.engine.tool_traits import PROBES, ToolTraits, traits_of
 from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
 
@@ -82,6 +83,11 @@ class Tokenizer:
     def template_knows_tools(self) -> bool:
         """Return whether the chat template handles calls; one that does not would drop them."""
         return "tool" in self.template_text
+
+    @cached_property
+    def tool_traits(self) -> ToolTraits:
+        """How the chat template renders tools. Takes some milliseconds the first time."""
+        return traits_of([self._probed(probe.messages, probe.tools, {}) for probe in PROBES])
 
     def token_id(self, text: str) -> int | None:
         """Return the id of a text that was added to the vocabulary as one token; None if it was not."""
@@ -165,22 +171,44 @@ class Tokenizer:
             )
         options = dict(template_options or {})
         self.check_template_options(options)
+        options["add_generation_prompt"] = add_generation_prompt
         try:
-            return str(
-                self._hf.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **options,
-                )
-            )
+            return self._apply_template(messages, tools, options)
         except Exception as error:
-            # A template is a program by the model's author that runs on the caller's messages: whatever
-            # it raises (roles must alternate, a missing key, a type) is about those messages.
+            # A template is a program by the model's author that runs on the caller's messages and tools:
+            # whatever it raises (roles must alternate, a missing key, a type) is about those.
+            renders_without = bool(tools) and self._probed(messages, (), options) is not None
+            blamed = "tools" if renders_without else "messages"
             raise InvalidRequestError(
-                f"the model's chat template refused the messages: {error}", param="messages"
+                f"the model's chat template refused the {blamed}: {error}", param=blamed
             ) from error
+
+    def _probed(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> str | None:
+        """Return the rendered conversation; None if the template refuses it, for whatever reason."""
+        try:
+            return self._apply_template(messages, tools, options)
+        except Exception:
+            return None
+
+    def _apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> str:
+        return str(
+            self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                **options,
+            )
+        )
 
 
 def _is_about_tools(message: Message) -> bool:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.migration.migration_factor import MigrationFactor
@@ -57,7 +57,7 @@ class Controller:
     def __init__(
         self,
         *,
-        adapters: AdapterTable,
+        adapters: AdapterSizes,
         view: FleetView,
         router: Router,
         planner: Planner | None = None,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import ReplicaLimits
 from loraplex.fleet.migration.migrate import Migrator
@@ -68,7 +68,7 @@ class LiveController(Controller):
         now_s: float,
     ) -> None:
         super().__init__(
-            adapters=AdapterTable.of(ranks=(), num_bytes=()),
+            adapters=AdapterSizes.of(ranks=(), num_bytes=()),
             view=view,
             router=router,
             planner=planner,
@@ -84,7 +84,7 @@ class LiveController(Controller):
 
     # ---- adapters and replicas that come and go
 
-    def add_adapters(self, added: AdapterTable) -> None:
+    def add_adapters(self, added: AdapterSizes) -> None:
         """Add adapters, which get the next numbers. Until they are placed, every replica may serve them."""
         self._adapters = self._adapters.followed_by(added)
         self._ranks += added.ranks.tolist()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.live_controller import LiveController
 from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.migration.trigger import PERIOD_S as MIGRATION_PERIOD_S
@@ -28,7 +28,7 @@ def check_live_policy(policy: Policy, *, shares_memory: bool) -> None:
     `shares_memory`: adapters and KV cache share the memory of a device, whose size is known."""
     if policy.knows_future:
         raise UserError(
-            f"{ORACLE} is told what will come, which only a simulation can; serve with --routing {AUTO}"
+            f"{ORACLE} knows what will come, as only a simulation can; serve with --routing {AUTO}"
         )
     named = PLACEMENTS[policy.placement]
     if named is None:
@@ -70,7 +70,7 @@ def _planner(
 ) -> Replanner:
     return Replanner(
         _ByPresentCosts(named=named, view=view, pads=pads),
-        adapters=AdapterTable.of(ranks=(), num_bytes=()),
+        adapters=AdapterSizes.of(ranks=(), num_bytes=()),
         num_replicas=view.load.num_replicas,
         period_s=math.inf if named.is_static else period_s,
         device_bytes=device_bytes,

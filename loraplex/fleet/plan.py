@@ -13,7 +13,7 @@ import numpy as np
 from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 
 _SHARE_TOLERANCE: Final = 1e-9
 
@@ -198,7 +198,7 @@ class Plan:
             shares=np.fromiter(chain.from_iterable(self.shares), np.float64, num_copies),
         )
 
-    def bytes_by_replica(self, table: AdapterTable, num_replicas: int) -> IntArray:
+    def bytes_by_replica(self, table: AdapterSizes, num_replicas: int) -> IntArray:
         """Return the bytes that the adapters of each replica take."""
         copies = self.copies()
         taken_bytes = np.zeros(num_replicas, dtype=np.int64)

@@ -4,6 +4,9 @@ Every adapter always has a complete copy somewhere. A replica that serves an ada
 it from one that does, once, however many requests wait for it. A replica that the plan no longer names for an
 adapter drops its copy, but only after a replica that the plan names has a complete one, and not while it is
 being copied from. A full host evicts the least recently used copies to make room for another one.
+
+Only simulated fleets have such a pool, some host of which must always hold each adapter. What an engine
+evicts from its own memory, live or simulated, is decided by `scheduling.victims`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.placements.host_memory import within_host_memory
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan
@@ -49,7 +52,7 @@ class AdapterPool:
 
     def __init__(
         self,
-        adapters: AdapterTable,
+        adapters: AdapterSizes,
         num_replicas: int,
         plan: Plan | None = None,
         host_bytes: int | None = None,
@@ -219,7 +222,7 @@ class AdapterPool:
         assert self._readers == Counter((adapter, source) for (adapter, _), source in self._fetches.items())
 
 
-def _homes_in_turn(adapters: AdapterTable, num_replicas: int, host_bytes: int | None) -> Plan:
+def _homes_in_turn(adapters: AdapterSizes, num_replicas: int, host_bytes: int | None) -> Plan:
     problem = PlacementProblem(
         adapters=adapters, num_replicas=num_replicas, demand=np.ones(len(adapters)), host_bytes=host_bytes
     )

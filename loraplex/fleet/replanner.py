@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from loraplex.core.arrays import FloatArray, IntArray
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.placements.demand import Demand, extrapolated_demand
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
 from loraplex.fleet.plan import Entry, Plan
@@ -43,7 +43,7 @@ class Replanner:
         self,
         placement: Placement,
         *,
-        adapters: AdapterTable,
+        adapters: AdapterSizes,
         num_replicas: int,
         period_s: float = PERIOD_S,
         host_bytes: int | None = None,
@@ -77,7 +77,7 @@ class Replanner:
 
     # ---- adapters and replicas
 
-    def add_adapters(self, added: AdapterTable) -> None:
+    def add_adapters(self, added: AdapterSizes) -> None:
         """Place these adapters as well, which get the next numbers; they have no demand yet."""
         self._adapters = self._adapters.followed_by(added)
         self._tokens = self._padded(self._tokens)
@@ -188,7 +188,7 @@ class Replanner:
             entries[adapter] = entry.renumbered(self._serving)
         return Plan.of_entries(entries)
 
-    def _problem(self, adapters: AdapterTable, demand: FloatArray, previous: Plan | None) -> PlacementProblem:
+    def _problem(self, adapters: AdapterSizes, demand: FloatArray, previous: Plan | None) -> PlacementProblem:
         return PlacementProblem(
             adapters=adapters,
             num_replicas=len(self._serving),

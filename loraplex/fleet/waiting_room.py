@@ -10,9 +10,9 @@ are
     of the other tenants, as much as they are due for their shares until its own tenant's requests are served
     of its own tenant, those of its own or a lower `priority`
 
-so whoever asks for more than its share waits for its own requests, and is refused first. A request with an
-objective for the time per token is refused as well if it would be too slow itself, by prediction: in the
-batch that it would run in.
+so a tenant that asks for more than its share waits for its own requests, and is refused first. A request
+with an objective for the time per token is refused as well if it would be too slow itself, by prediction: in
+the batch that it would run in.
 
 The number of waiting requests is limited, too. Half of the places are reserved for tenants with rights, by
 their shares, so that no tenant can fill all of them.

@@ -1,4 +1,4 @@
-"""How a LoRA task is split among CPU workers: each computes some rows of some parts.
+"""Splits a LoRA task among CPU workers: each computes some rows of some parts.
 
 Parts are split first, as each has weights of its own to read; then the rows of a part, as far as that pays.
 """

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from loraplex.planner.demand import MAX_RANK, MAX_RATE_RPS, AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.workload.jsonl import WorkloadFile
 from loraplex.workload.text_files import read_lines
 
@@ -43,12 +43,13 @@ def _adapter_of(row: Mapping[str, str | None], where: str) -> AdapterDemand:
     if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise PlanError(
             f"{where}: {name!r} is no name of an adapter: it leads out of their folder, or has characters "
-            "that cannot be printed; give it another"
+            "that cannot be printed; rename it"
         )
     rank, rate = (_number(row[column], column, f"{where}, adapter {name!r}") for column in COLUMNS[1:])
-    if not rank.is_integer() or not 1 <= rank <= MAX_RANK:
+    if not rank.is_integer() or rank < 1:
         raise PlanError(
-            f"{where}: rank {row['rank']} of adapter {name!r} is not a whole number from 1 to {MAX_RANK}"
+            f"{where}: rank {row['rank']} of adapter {name!r} is not a whole number above 0; give the 'r' of "
+            "its adapter_config.json"
         )
     if rate < 0:
         raise PlanError(f"{where}: the rate of adapter {name!r} is below 0; give its requests per second")

@@ -118,7 +118,7 @@ def check_plan(
     """Simulate every GPU with every seed. `duration_s`: None for as long as packers do; `with_most`: also
     simulate the most that each GPU serves; `report`: gets the share that is done."""
     demand = demand_of(plan)
-    _check_kind(plan, profile)
+    check_kind(plan, profile)
     check_lengths(profile, demand)
     loaded = [number for number, gpu in enumerate(plan.gpus) if gpu.adapters]
     seconds = [judged_s(gpu.rate_rps, profile) if duration_s is None else duration_s for gpu in plan.gpus]
@@ -149,7 +149,7 @@ def check_plan(
     )
 
 
-def _check_kind(plan: Plan, profile: Profile) -> None:
+def check_kind(plan: Plan, profile: Profile) -> None:
     """Raise PlanError if the plan is for another kind of engine than the profile."""
     has_slots = not isinstance(profile, CostModel)
     for number, gpu in enumerate(plan.gpus):

@@ -38,9 +38,10 @@ from loraplex.planner.features import (
     features_of,
     with_ratios,
 )
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.grid import Drawn, GridPoint, draw, scaled_grid, whole_grid
 from loraplex.planner.traffic import LengthsOf
-from loraplex.planner.trained_on import TrainedOn, fingerprint
+from loraplex.planner.trained_on import TrainedOn
 from loraplex.planner.trial import most_of_base_model
 from loraplex.twin.predict_run import Predicted, predict_requests, run_limits
 from loraplex.twin.run_workload import AdapterMix, Lengths, draw_requests

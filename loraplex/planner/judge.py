@@ -1,4 +1,4 @@
-"""How good it would be to serve some adapters on one GPU, as packers ask it."""
+"""Judges how well one GPU would serve some adapters, for packers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
-from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError, check_rank
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
 from loraplex.planner.headroom import with_headroom, without_headroom
 from loraplex.planner.judge import Judge, Verdict
@@ -39,7 +40,7 @@ PACKERS: Final = {
 }
 """Name of each packer, and what it does."""
 BASELINES: Final = ("max-base", "max-base-half", "random", "dlora")
-"""Packers that ask no judge."""
+"""Packers whose choices are not judged."""
 BASELINES_WITHOUT_SLOTS: Final = ("max-base", "random", "dlora")
 """Baselines that differ on an engine without slots."""
 _SPREADS_BLINDLY: Final = ("random", "dlora")
@@ -47,7 +48,7 @@ _SPREADS_BLINDLY: Final = ("random", "dlora")
 _SPREADS: Final = ("least-rate", *_SPREADS_BLINDLY)
 """Packers that do not tell how many GPUs they need."""
 _BEGIN_WITH: Final = 0.6
-"""Where to begin for these: a share of the GPUs that would be needed if adapters cost nothing."""
+"""They begin with this share of the GPUs that would be needed if adapters cost nothing."""
 _MOST_JUDGEMENTS: Final = 60
 _MOST_QUICK_JUDGEMENTS: Final = 20_000
 """Most questions by which a packing is improved: to the twin, which takes seconds for each, or to a quick
@@ -96,7 +97,7 @@ def make_plan(
     judges, as that leaves room itself. Baselines leave none. `report`: gets the share of adapters that the
     twin was asked about.
 
-    Baselines ask no judge, so that with a given number of GPUs their plans may starve.
+    Baselines are not judged, so that with a given number of GPUs their plans may starve.
     Adapters without requests are planned too: they need a place where their first request will find them.
     Raises PlanError if there is no such plan, or no such packer."""
     if objective.has_limits and not (judge is None or isinstance(judge, TwinJudge)):
@@ -104,6 +105,8 @@ def make_plan(
             "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave --surrogate out, "
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
+    for each in demand.adapters:
+        check_rank(each.name, each.rank)
     check_lengths(profile, demand)
     if headroom is None:
         leaves_room = judge is None and isinstance(
@@ -127,6 +130,7 @@ def make_plan(
         output_tokens=demand.output_tokens,
         objective=objective,
         num_spare_gpus=0 if num_gpus is None else max(num_gpus - len(gpus), 0),
+        profile_sha256=fingerprint(profile),
     )
 
 

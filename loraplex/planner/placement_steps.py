@@ -1,7 +1,7 @@
-"""A plan as a placement of a fleet, and the steps that lead there from where the adapters are.
+"""A plan as a placement of a fleet, and its difference from where the adapters are.
 
-Each step is about one adapter: its new replicas load it, then the old ones let it go. So whatever step comes
-last, every adapter has a replica that serves it, and the steps from there lead to the same placement.
+The steps are printed and priced before a plan is applied, and not carried out here: a fleet is handed the
+whole placement, and moves each adapter by itself (`fleet/plan_change.py`), so that it always has a replica.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Holders = Mapping[str, Set[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A change of one adapter's replicas: those that load it, and then those that let it go."""
+    """A change of one adapter's replicas: those that load it, and those that let it go."""
 
     adapter: str
     loads: frozenset[int]
@@ -44,7 +44,7 @@ def holders_of(placement: Mapping[str, Entry]) -> dict[str, Set[int]]:
 
 
 def steps_between(present: Holders, wanted: Holders) -> list[Step]:
-    """Return the steps from the present placement to the wanted one, first those that only make room.
+    """Return the changes from the present placement to the wanted one, first those without loads.
     Adapters that are not wanted anywhere stay where they are."""
     steps = [
         Step(

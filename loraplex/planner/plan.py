@@ -44,9 +44,10 @@ class GpuPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A whole plan. `profile`, `packer`: names of what it was made with; `prompt_tokens`, `output_tokens`:
-    mean lengths of the requests that it was made for; `objective`: what each GPU has to attain;
-    `num_spare_gpus`: how many it has no need of, of a number of GPUs that was asked for."""
+    """A whole plan. `profile`, `packer`: names of what it was made with; `profile_sha256`: a hash of that
+    profile's content, None in old files; `prompt_tokens`, `output_tokens`: mean lengths of the requests that
+    it was made for; `objective`: what each GPU has to attain; `num_spare_gpus`: how many it has no need of,
+    of a number of GPUs that was asked for."""
 
     gpus: tuple[GpuPlan, ...]
     profile: str
@@ -55,6 +56,7 @@ class Plan:
     output_tokens: float
     objective: Objective = NO_LIMITS
     num_spare_gpus: int = 0
+    profile_sha256: str | None = None
 
 
 def whole_adapters(gpus: Iterable[GpuPlan]) -> tuple[AdapterDemand, ...]:

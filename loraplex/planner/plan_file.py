@@ -1,11 +1,12 @@
 """A plan as a file (JSON): who serves what, what it was made for, and by what.
 
-{"loraplex_plan": 1, "profile": ..., "packer": ..., "prompt_tokens": ..., "output_tokens": ...,
- "objective": {"ttft_s": 0.5, "itl_s": null},
+{"loraplex_plan": 1, "profile": ..., "profile_sha256": ..., "packer": ..., "prompt_tokens": ...,
+ "output_tokens": ..., "objective": {"ttft_s": 0.5, "itl_s": null},
  "gpus": [{"num_slots": 64, "adapters": [{"name": ..., "rank": 16, "rate_rps": 0.1}, ...]}, ...]}
 
 An adapter on several GPUs has copies, each with the part of its rate that its GPU gets. A plan for fewer GPUs
-than were asked for has "num_spare_gpus", too.
+than were asked for has "num_spare_gpus", too. Old plans have no "profile_sha256", a hash of what the profile
+predicts with.
 Without an "objective" nobody may starve, and that is all.
 """
 
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import StorageError
+from loraplex.core.modules import MAX_RANK
 from loraplex.core.whole_file import write_whole
-from loraplex.planner.demand import MAX_RANK, MAX_RATE_RPS, AdapterDemand, Demand, PlanError
+from loraplex.planner.demand import MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
 
@@ -32,10 +34,11 @@ _MAKE_ONE: Final = "make one with `loraplex plan make`"
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Replace the file atomically."""
+    """Replace the file atomically. Raises StorageError."""
     document = {
         _VERSION_KEY: VERSION,
         "profile": plan.profile,
+        **({"profile_sha256": plan.profile_sha256} if plan.profile_sha256 is not None else {}),
         "packer": plan.packer,
         "prompt_tokens": plan.prompt_tokens,
         "output_tokens": plan.output_tokens,
@@ -43,7 +46,10 @@ def write_plan(path: Path, plan: Plan) -> None:
         **({"num_spare_gpus": plan.num_spare_gpus} if plan.num_spare_gpus else {}),
         "gpus": [asdict(gpu) for gpu in plan.gpus],
     }
-    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    try:
+        write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path}: the plan cannot be written ({error.strerror}); make room") from error
 
 
 def read_plan(path: Path) -> Plan:
@@ -77,7 +83,7 @@ def _plan_of(document: Mapping[str, Any]) -> Plan:
     if not gpus:
         raise ValueError("it has no GPUs")
     _check_copies(gpus)
-    spare = document.get("num_spare_gpus", 0)
+    spare, sha256 = document.get("num_spare_gpus", 0), document.get("profile_sha256")
     return Plan(
         gpus=gpus,
         profile=_text(document["profile"], "profile"),
@@ -86,6 +92,7 @@ def _plan_of(document: Mapping[str, Any]) -> Plan:
         output_tokens=_positive(document["output_tokens"], "output_tokens"),
         objective=_objective_of(document.get("objective", {})),
         num_spare_gpus=_whole(spare, "num_spare_gpus", _MAX_SLOTS) if spare != 0 else 0,
+        profile_sha256=None if sha256 is None else _text(sha256, "profile_sha256"),
     )
 
 

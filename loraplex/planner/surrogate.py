@@ -15,9 +15,10 @@ import numpy.typing as npt
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.features import MAX_SIZE, PAPER_FEATURES, SUM_RATE, Features, slot_features
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.judge import Verdict
 from loraplex.planner.plan import slot_rank
-from loraplex.planner.trained_on import TrainedOn, fingerprint
+from loraplex.planner.trained_on import TrainedOn
 from loraplex.planner.trees import Forest, forest_value
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.slot_state import Flags, Floats

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass, fields
 
 from loraplex.perf.profile_json import JsonObject
-from loraplex.perf.slot_profile import SlotProfile, slot_profile_to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +38,3 @@ class TrainedOn:
         numbers = {each.name: found.number(each.name) for each in fields(cls) if each.type == "float"}
         found.end()
         return cls(**texts, **numbers)  # type: ignore[arg-type]
-
-
-def fingerprint(profile: SlotProfile) -> str:
-    """Return a hash of everything that the profile predicts with."""
-    return hashlib.sha256(slot_profile_to_json(profile).encode()).hexdigest()

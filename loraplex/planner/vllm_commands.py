@@ -1,4 +1,7 @@
-"""A plan of slot engines as the commands that start them: one `vllm serve` for each GPU."""
+"""A plan of slot engines as the commands that start them: one `vllm serve` for each GPU.
+
+They set what the plan was simulated with: slots, and from the profile the most requests and tokens of a step.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Final
 
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import Profile
+from loraplex.perf.slot_profile import SlotProfile
+from loraplex.planner.check import check_kind
 from loraplex.planner.demand import PlanError
 from loraplex.planner.plan import SLOT_RANKS, GpuPlan, Plan
 
@@ -17,24 +24,48 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@-]*")
 _PER_LINE: Final = " \\\n    "
 
 
-def vllm_commands(plan: Plan, *, model: str, adapters_dir: str, first_port: int = FIRST_PORT) -> list[str]:
+def vllm_commands(
+    plan: Plan,
+    profile: Profile,
+    *,
+    model: str,
+    adapters_dir: str,
+    first_port: int = FIRST_PORT,
+    gpus_per_machine: int | None = None,
+) -> list[str]:
     """Return a command, quoted for a shell, for each GPU that has adapters; its port is `first_port` plus the
-    number of its GPU. `adapters_dir`: the folder with a subfolder for each adapter.
+    number of its GPU. `profile`: of the plan. `adapters_dir`: the folder with a subfolder for each adapter.
+    `gpus_per_machine`: None if all GPUs are in one machine; otherwise GPUs are numbered on each, and a
+    comment says which machine a command is for.
 
     Raises PlanError for a plan of an engine without slots, or for a rank that vLLM does not serve."""
-    return [
-        _command(number, gpu, model=model, adapters_dir=adapters_dir, port=first_port + number)
-        for number, gpu in enumerate(plan.gpus)
-        if gpu.adapters
-    ]
-
-
-def _command(number: int, gpu: GpuPlan, *, model: str, adapters_dir: str, port: int) -> str:
-    if gpu.num_slots is None:
+    check_kind(plan, profile)
+    if isinstance(profile, CostModel):
         raise PlanError(
             "the plan is for loraplex's own engine, which has no slots to set; apply it to a running fleet "
-            "(`loraplex plan apply PLAN --base-url URL`), or make one with a profile of vLLM"
+            "(`loraplex plan apply PLAN --url URL`), or make one with a profile of vLLM"
         )
+    commands = []
+    for number, gpu in enumerate(plan.gpus):
+        if not gpu.adapters:
+            continue
+        machine, device = (0, number) if gpus_per_machine is None else divmod(number, gpus_per_machine)
+        command = _command(
+            gpu,
+            profile,
+            device=device,
+            model=model,
+            adapters_dir=adapters_dir,
+            port=first_port + number,
+        )
+        commands.append(command if gpus_per_machine is None else f"# machine {machine}\n{command}")
+    return commands
+
+
+def _command(
+    gpu: GpuPlan, profile: SlotProfile, *, device: int, model: str, adapters_dir: str, port: int
+) -> str:
+    assert gpu.num_slots is not None
     if gpu.slot_rank not in SLOT_RANKS:
         largest = max(gpu.adapters, key=lambda each: each.rank)
         raise PlanError(
@@ -43,7 +74,8 @@ def _command(number: int, gpu: GpuPlan, *, model: str, adapters_dir: str, port: 
         )
     rank, num_held = gpu.slot_rank, max(gpu.num_slots, len(gpu.adapters))
     words = [
-        f"CUDA_VISIBLE_DEVICES={number} vllm serve {shlex.quote(model)} --port {port}",
+        f"CUDA_VISIBLE_DEVICES={device} vllm serve {shlex.quote(model)} --port {port}",
+        f"--max-num-seqs {profile.max_running} --max-num-batched-tokens {profile.max_step_tokens}",
         f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {rank} --max-cpu-loras {num_held}",
         "--lora-modules",
     ]

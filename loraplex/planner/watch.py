@@ -3,7 +3,7 @@
 The fleet was planned for some rates. A GPU that is asked for more than planned is simulated with what was
 measured, and starving is a reason for another plan, as is missing a limit on latency. So is traffic far below
 the plan, if fewer GPUs do with room to spare. A reason must hold in several looks in a row, and is acted on
-once.
+once; if that fails, again at the next look.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from loraplex.fleet.plan import Entry
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.check import PlanCheck, check_plan
 from loraplex.planner.demand import Demand, PlanError
-from loraplex.planner.make import PACKERS, make_plan
+from loraplex.planner.fingerprint import fingerprint
+from loraplex.planner.make import PACKERS, default_judge, make_plan
 from loraplex.planner.move_cost import AdapterSize
+from loraplex.planner.packing.improve import improve
 from loraplex.planner.placement_steps import Holders
 from loraplex.planner.plan import GpuPlan, Plan
 
@@ -52,33 +54,31 @@ class Finding(StrEnum):
 
 
 class Hysteresis:
-    """Decides from the verdicts of looks when to act. `num_looks`: how many in a row must say the same."""
+    """Decides from the verdicts of looks when to plan again. `num_looks`: how many in a row must say the
+    same."""
 
     def __init__(self, num_looks: int = NUM_LOOKS) -> None:
         self._num_looks = num_looks
         self._last = Finding.HOLDS
         self._num_same = 0
-        self._searched_tok_s: float | None = None  # traffic for which fewer GPUs were looked for last
+        self._acted_tok_s: float | None = None  # traffic when this verdict was acted on last
 
-    def acts(self, verdict: Finding, measured_tok_s: float) -> bool:
-        """Record a look's verdict, and return whether it is time to plan again."""
-        self._num_same = self._num_same + 1 if verdict is self._last else 1
-        self._last = verdict
-        match verdict:
-            case Finding.HOLDS:
-                self._searched_tok_s = None
-                return False
-            case Finding.TOO_SMALL:
-                self._searched_tok_s = None
-                return self._num_same == self._num_looks
-            case Finding.TOO_LARGE:
-                if self._num_same < self._num_looks:
-                    return False
-                searched = self._searched_tok_s
-                if searched is not None and measured_tok_s >= _SEARCH_AGAIN_BELOW * searched:
-                    return False
-                self._searched_tok_s = measured_tok_s
-                return True
+    def is_due(self, verdict: Finding, measured_tok_s: float) -> bool:
+        """Record a look's verdict, and return whether it is time to plan again. While the verdict lasts it
+        stays time until `acted`."""
+        if verdict is not self._last:
+            self._last, self._num_same, self._acted_tok_s = verdict, 0, None
+        self._num_same += 1
+        if verdict is Finding.HOLDS or self._num_same < self._num_looks:
+            return False
+        acted = self._acted_tok_s
+        return acted is None or (
+            verdict is Finding.TOO_LARGE and measured_tok_s < _SEARCH_AGAIN_BELOW * acted
+        )
+
+    def acted(self, measured_tok_s: float) -> None:
+        """Record that the last verdict was acted on."""
+        self._acted_tok_s = measured_tok_s
 
 
 def served_now(plan: Plan, demand: Demand, replicas: Sequence[Mapping[str, float]]) -> Plan:
@@ -166,8 +166,9 @@ def look_at(
 
 
 def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan | None:
-    """Return a plan for the measured demand with headroom: with the same GPUs if they will do, with more
-    where they are too few, and with fewer where they are too many. None if that needs no fewer."""
+    """Return a plan for the measured demand with headroom. Where GPUs are too few for it, the present
+    placement is repaired, with the same GPUs if they will do, or packed anew if that needs fewer than
+    repairing. Where they are too many, it is packed anew; None if that needs no fewer."""
     wanted = replace(
         demand,
         adapters=tuple(replace(each, rate_rps=each.rate_rps * HEADROOM) for each in demand.adapters),
@@ -177,16 +178,52 @@ def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan
     make = partial(
         make_plan, wanted, profile, profile_name=plan.profile, objective=plan.objective, headroom=0.0
     )
+    repaired = None if look.verdict is Finding.TOO_LARGE else _repaired(plan, look.served, wanted, profile)
+    if repaired is not None and len(repaired.gpus) <= num_gpus:
+        return _with_unused(repaired, num_gpus)
     least = make(packer=packer, num_gpus=None)
     if look.verdict is Finding.TOO_LARGE:
         return least if len(least.gpus) < num_gpus else None
+    if repaired is not None and len(repaired.gpus) <= len(least.gpus):
+        return repaired
     if len(least.gpus) >= num_gpus:
         return least
     try:
         return make(packer="least-rate", num_gpus=num_gpus)
     except PlanError:
-        unused = GpuPlan(adapters=(), num_slots=least.gpus[0].num_slots)
-        return replace(least, gpus=(*least.gpus, *[unused] * (num_gpus - len(least.gpus))))
+        return _with_unused(least, num_gpus)
+
+
+def _repaired(plan: Plan, served: Plan, wanted: Demand, profile: Profile) -> Plan | None:
+    """Return the present placement with the moves that make all its GPUs serve what is wanted, and with more
+    GPUs where it has to be. None if it has copies of adapters, or if there is no such plan."""
+    known = {each.name: each for each in wanted.adapters}
+    if sorted(each.name for gpu in served.gpus for each in gpu.adapters) != sorted(known):
+        return None
+    present = [
+        replace(gpu, adapters=tuple(known[each.name] for each in gpu.adapters))
+        for gpu in served.gpus
+        if gpu.adapters
+    ]
+    judge = default_judge(profile, wanted, plan.objective)
+    try:
+        gpus = improve(present, wanted, judge, most_judgements=0)
+    except PlanError:
+        return None
+    return replace(
+        plan,
+        gpus=gpus,
+        profile_sha256=fingerprint(profile),
+        prompt_tokens=wanted.prompt_tokens,
+        output_tokens=wanted.output_tokens,
+        num_spare_gpus=0,
+    )
+
+
+def _with_unused(plan: Plan, num_gpus: int) -> Plan:
+    """Return the plan with so many GPUs, the last of which may have no adapters."""
+    unused = GpuPlan(adapters=(), num_slots=plan.gpus[0].num_slots)
+    return replace(plan, gpus=(*plan.gpus, *[unused] * (num_gpus - len(plan.gpus))))
 
 
 def with_least_moves(plan: Plan, present: Holders, sizes: Mapping[str, AdapterSize]) -> Plan:

@@ -142,11 +142,6 @@ class AdapterTable:
         entry = self._entries.get(version)
         return entry is not None and entry.standing is Standing.KNOWN
 
-    def knows(self, version: str) -> bool:
-        """Return whether the table has the version, even if it is about to be removed."""
-        entry = self._entries.get(version)
-        return entry is not None and entry.is_known
-
     def add(self, version: str, num_bytes: int, source: AdapterSpec | None = None) -> None:
         """Register a version, or another path of a known one. Raises CapacityError if it could never fit."""
         taken_bytes = self.serving.room.taken_by(num_bytes)

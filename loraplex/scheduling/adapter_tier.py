@@ -31,7 +31,7 @@ class Copy:
     """A version's weights in one tier. `num_bytes`: bytes they take there. `source`: the copy that this one
     is loaded from, if there is one. `pins`, `kept`: what keeps it from being evicted. `ahead`: no request has
     asked for it yet. `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins so
-    far. `failures`: loads that failed."""
+    far."""
 
     version: str
     num_bytes: int
@@ -42,7 +42,6 @@ class Copy:
     ahead: bool = False
     last_use: int = 0
     num_uses: int = 0
-    failures: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -106,7 +105,6 @@ class Tier:
         assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
         copy.presence = Presence.ABSENT
         copy.kept = copy.ahead = False
-        copy.failures += 1
         self.loading.remove(copy.version)
         self.overdue.discard(copy.version)
         self.room.give_back(copy.version, copy.num_bytes, copy.last_use)

@@ -1,4 +1,4 @@
-"""How many CPU workers an engine starts, which the live engine and the twin decide alike."""
+"""Decides how many CPU workers an engine starts, live or simulated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fair shares of an engine by virtual token counters (VTC: "Fairness in Serving Large Language Models").
 
 Each tenant has a counter, which grows by the cost of the service that its requests get, divided by its share.
-The tenant with the lowest counter is served next. Whoever has had nothing waiting begins again at the lowest
+The tenant with the lowest counter is served next. One that has had nothing waiting begins again at the lowest
 counter of those that wait, so that nobody saves up service for later, and nobody's idle time is wasted:
 
     served     counter += cost / share             prompts when admitted, answers token by token

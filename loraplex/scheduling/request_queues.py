@@ -1,4 +1,4 @@
-"""Where every request of the engine is, and what it holds there.
+"""The queues of an engine: every request is in one of them, and holds what that says.
 
     add --> waiting --- run ---> running --- drop, fail ---> ended
                ^                    |                          ^

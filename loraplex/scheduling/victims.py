@@ -1,4 +1,4 @@
-"""The one place that decides what is evicted next, adapter or cached KV block.
+"""The one place that decides what an engine evicts next, adapter or cached KV block.
 
 Code that is short of memory calls `next_victim`, evicts what it returns, and calls it again:
 

@@ -18,6 +18,7 @@ from typing import Final
 from loraplex.core.stats import EngineStats
 from loraplex.server.metrics import ServerMetrics, Traffic
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.tenants.objective import attainment
 
 MAX_NAMED: Final = 256
 """Number of adapters with their own series; each has about twenty."""
@@ -95,6 +96,12 @@ def render_adapters(
                 "counter",
                 "Requests that found the weights in memory or on their way there",
                 lambda t: t.num_hits,
+            ),
+            _family(
+                "loraplex:adapter_slo_requests_total",
+                "counter",
+                "Requests with an objective, by target and whether they reached it",
+                [line for name, traffic in used for line in _slo_lines(name, traffic)],
             ),
             by_name("loraplex:adapter_in_flight", "gauge", "Requests in flight", lambda t: t.num_in_flight),
             _family(
@@ -174,6 +181,12 @@ def _replica_family(adapters: Sequence[ServedAdapter], holders: Callable[[str], 
 
 def _family(name: str, kind: str, text: str, lines: Iterable[str]) -> str:
     return f"# HELP {name} {text}\n# TYPE {name} {kind}\n{''.join(lines)}"
+
+
+def _slo_lines(adapter: str, traffic: Traffic) -> Iterable[str]:
+    name = "loraplex:adapter_slo_requests_total"
+    for target, result, count in () if traffic.num_reached is None else attainment(traffic.num_reached):
+        yield f'{name}{{adapter="{adapter}",result="{result}",target="{target}"}} {count}\n'
 
 
 def _ttft_lines(adapter: str, traffic: Traffic) -> str:

@@ -15,7 +15,7 @@ from loraplex.server.tool_calls.formats import ToolFormat
 
 @dataclass(frozen=True, kw_only=True)
 class CallReading:
-    """How calls are read. `names`: the tools; `max_calls`: later calls are dropped."""
+    """The way calls are read. `names`: the tools; `max_calls`: later calls are dropped."""
 
     tool_format: ToolFormat
     names: Collection[str]
@@ -24,7 +24,7 @@ class CallReading:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningReading:
-    """How reasoning is read. `has_begun`: the prompt ends with its beginning. `is_shown`: otherwise it is
+    """The way reasoning is read. `has_begun`: the prompt ends with its beginning. `is_shown`: otherwise it is
     dropped."""
 
     has_begun: bool = False

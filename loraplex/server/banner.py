@@ -65,11 +65,11 @@ class Announcer:
         times = PhaseTimes("starting the engine process")
         with shown_progress(f"loading {PurePath(model).name}", self._console, left=None) as report:
 
-            def tell(progress: StartProgress) -> None:
+            def show(progress: StartProgress) -> None:
                 times.begin(progress.phase)
                 report(progress.phase, progress.fraction)
 
-            yield tell
+            yield show
         self._console.print(f"loaded {model} in {times.summary()}", style="dim", markup=False)
 
     def registered(self, num_adapters: int) -> None:

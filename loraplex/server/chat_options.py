@@ -1,4 +1,4 @@
-"""How a server reads the answers of its model in chats, as an operator may choose."""
+"""The options by which a server reads the answers of its model in chats."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Final
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import StructuredOutput
 from loraplex.engine.tokenizer import Tokenizer
+from loraplex.engine.tool_traits import ToolTraits
 from loraplex.server.answer_reader import AnswerReading, ReasoningReading
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.reasoning import END_THINK, THINK
@@ -33,14 +34,15 @@ class ChatPlan:
     reading: AnswerReading | None
 
 
-def chat_tools(body: ChatRequest, template: str, options: ChatOptions) -> ToolUse | None:
+def chat_tools(body: ChatRequest, template: str, traits: ToolTraits, options: ChatOptions) -> ToolUse | None:
     """Return how the request's tools are used; None if its answer may call none. `template`: the source of
-    the chat template."""
+    the chat template; `traits`: what it does with tools."""
     return tool_use(
         body.tools,
         body.tool_choice,
         is_parallel=body.parallel_tool_calls is not False,
         template=template,
+        traits=traits,
         options=options,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from loraplex.core.batching import Batching
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.batches.store import BatchStore
@@ -38,7 +39,8 @@ class ServerDeps:
     the start. `templates`: None if requests may not bring chat templates. `shadow_twin`: None if there is
     none. `continued`: how often requests outlived their engine; `is_resampled`: see ServingEngine.
     `placement_file`: where a placement that the fleet is given is kept; None for nowhere. `engine_costs`:
-    returns the profile that the engines report, as JSON. `tenants`: None if all clients have the same
+    returns the profile that the engines report, as JSON. `batching`: their policy; None if it is not known.
+    `tenants`: None if all clients have the same
     rights. `traces`: None if none are asked for. `batches`: None if it takes no files and batches.
     """
 
@@ -59,6 +61,7 @@ class ServerDeps:
     fleet: Fleet | None = None
     placement_file: PlacementFile | None = None
     engine_costs: Callable[[], str | None] = lambda: None
+    batching: Batching | None = None
     is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)

@@ -94,7 +94,7 @@ class EngineHandle(ABC):
         """Connect to the address where the engine listens for commands."""
 
     @abstractmethod
-    def _was_told_why(self) -> None:
+    def _on_failure_reported(self) -> None:
         """Handle that the engine has failed and reported why; it need not wait any longer."""
 
     def _listen(self, events: Socket) -> None:
@@ -149,7 +149,7 @@ class EngineHandle(ABC):
                     self.ready.set_result(event)
             case Failed(error):
                 self._failure = error
-                self._was_told_why()
+                self._on_failure_reported()
 
     def _finish(
         self, exit_reason: str, error: LoraplexError | None = None, *, advice: str = _SEE_LOG
@@ -229,7 +229,7 @@ class EngineChild(EngineHandle):
         commands.connect(address)
         return commands
 
-    def _was_told_why(self) -> None:
+    def _on_failure_reported(self) -> None:
         self._end_stdin()
 
     def _wait_for_exit(self) -> None:

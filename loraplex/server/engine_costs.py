@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.modules import MODULES
 from loraplex.engine.core import Engine
 from loraplex.engine.interface import EngineCore
@@ -22,9 +22,17 @@ def costs_of(config: object, core: EngineCore) -> str | None:
     return profile_to_json(_costs_of(config, core))
 
 
-def starts_of(core: EngineCore) -> tuple[ColdStart | None, int]:
-    """Return how requests start on absent adapters, and the number of CPU workers."""
-    return (core.cold_start, core.num_workers) if isinstance(core, Engine) else (None, 0)
+def policy_of(options: EngineOptions, core: EngineCore) -> EnginePolicy | None:
+    """Return how this engine decides; None if the core is not our engine."""
+    if not isinstance(core, Engine):
+        return None
+    return EnginePolicy(
+        cold_start=core.cold_start,
+        num_workers=core.num_workers,
+        batching=options.batching,
+        max_delay=options.max_delay,
+        kv_swap_bytes=core.stats().host_kv_budget_bytes,
+    )
 
 
 def _costs_of(options: EngineOptions, core: Engine) -> CostModel:

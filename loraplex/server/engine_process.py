@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import zmq
 
-from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
@@ -100,11 +100,11 @@ class EngineLoop:
         self._pool = pool
         self._host = host
         self._queued: list[EngineOutput] = []
-        self._told_to_prepare = False
+        self._may_prepare = False
 
     def start(self) -> bool:
         """Accept adapters until Prepare, then prepare for requests on them; return False after Shutdown."""
-        while not self._told_to_prepare:
+        while not self._may_prepare:
             if not self._receive(wait=True):
                 return False
         core = self._core
@@ -181,12 +181,12 @@ class EngineLoop:
                     self._send(AdapterAdded(spec.version, ErrorInfo.of(error)))
                 else:
                     self._send(AdapterAdded(spec.version))
-                    if not self._told_to_prepare:
+                    if not self._may_prepare:
                         core.stage_adapter(spec.version)
             case JoinPool(public, secret):
                 self._join_pool(CurveKeys(public=public, secret=secret))
             case Prepare():
-                self._told_to_prepare = True
+                self._may_prepare = True
             case RemoveAdapter(version):
                 try:
                     core.remove_adapter(version)
@@ -227,8 +227,7 @@ class Built(NamedTuple):
 
     core: EngineCore
     costs: str | None = None
-    cold_start: ColdStart | None = None
-    cpu_workers: int = 0
+    policy: EnginePolicy | None = None
 
 
 def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> Built:
@@ -249,9 +248,9 @@ def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> 
         return Built(core)
     # Imported here: with numpy and the cost models it takes as long as all other imports of this process,
     # which precede Listening. The factory of a real engine has imported them by now.
-    from loraplex.server.engine_costs import costs_of, starts_of
+    from loraplex.server.engine_costs import costs_of, policy_of
 
-    return Built(core, costs_of(config, core), *starts_of(core))
+    return Built(core, costs_of(config, core), policy_of(config, core))
 
 
 def leave_with_parent(parent_pid: int) -> None:
@@ -320,8 +319,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
         costs=built.costs,
-        cold_start=built.cold_start,
-        cpu_workers=built.cpu_workers,
+        policy=built.policy,
     )
     try:
         if is_ready:

@@ -21,8 +21,8 @@ from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import CheckedPrompts, TextEngine
 from loraplex.server.chat_format import ChatFormat
-from loraplex.server.chat_messages import template_messages
-from loraplex.server.chat_plan import chat_tools, plan_chat, shown_special_ids
+from loraplex.server.chat_plan import plan_chat, shown_special_ids
+from loraplex.server.chat_prompt import chat_prompt
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
@@ -38,8 +38,6 @@ from loraplex.server.responses import Response as ResponseObject
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
-from loraplex.server.tool_calls.call_ids import with_accepted_ids
-from loraplex.server.tool_calls.tool_use import ToolUse
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
@@ -154,23 +152,20 @@ async def _start_chat(
         caller = _caller(request, lease, body)
         ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n", caller=caller)
         on_failure.callback(ticket.close)
-        template = _template(deps, body)
-        tools = chat_tools(body, template, deps.chat)
-        encoding = _encode_chat(deps, body, tools)
-        prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
-        prompt = _cut(prompt, body, params, deps.text)
+        made = await run_until_disconnect(chat_prompt(deps, body), request.receive, deps.pacer)
+        prompt = _cut(made.token_ids, body, params, deps.text)
         plan = await deps.text.prompts.call(
             partial(
                 plan_chat,
                 body,
                 params,
                 prompt,
-                tools,
-                template=template,
+                made.tools,
+                template=made.template,
                 tokenizer=deps.text.tokenizer,
                 options=deps.chat,
             ),
-            num_tokens=0 if tools is None else tools.num_bytes,
+            num_tokens=0 if made.tools is None else made.tools.num_bytes,
         )
         await deps.text.check_structure(plan.params, plan.parts)
         try:
@@ -212,48 +207,6 @@ async def _start_chat(
         response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
-
-
-def _template(deps: ServerDeps, body: ChatRequest) -> str:
-    """Return the source of a request's chat template. Raises InvalidRequestError for its own one, unless the
-    server trusts it."""
-    if body.chat_template is None:
-        return deps.text.tokenizer.template_text
-    if deps.templates is None:
-        raise InvalidRequestError(
-            "chat_template of a request is not used here; leave it out, or start the server with "
-            "--trust-request-chat-template",
-            param="chat_template",
-        )
-    return body.chat_template
-
-
-async def _encode_chat(deps: ServerDeps, body: ChatRequest, tools: ToolUse | None) -> list[int]:
-    """Return the tokens of a conversation, by the model's chat template or the request's own."""
-    prompts = deps.text.prompts
-    tool_format = deps.chat.tool_format(_template(deps, body))
-    messages = with_accepted_ids(template_messages(body.messages), tool_format)
-    add_generation_prompt = body.add_generation_prompt is not False
-    for_template = () if tools is None else tools.for_template
-    will_be_cut = body.truncate_prompt_tokens is not None
-    if body.chat_template is None or deps.templates is None:
-        return await prompts.encode_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            template_options=body.chat_template_kwargs,
-            tools=for_template,
-            will_be_cut=will_be_cut,
-        )
-    options = body.chat_template_kwargs or {}
-    deps.text.tokenizer.check_template_options(options)
-    text = await deps.templates.render(
-        body.chat_template,
-        messages,
-        tools=for_template,
-        add_generation_prompt=add_generation_prompt,
-        variables={**deps.text.tokenizer.template_variables, **options},
-    )
-    return await prompts.encode_rendered(text, will_be_cut=will_be_cut)
 
 
 async def _start_completion(

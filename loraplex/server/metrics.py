@@ -17,7 +17,7 @@ from loraplex.core.request import FinishReason, PhaseTimes
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.failure import Failure
 from loraplex.server.recent_demand import RecentDemand
-from loraplex.server.tenants.objective import Objective
+from loraplex.server.tenants.objective import Objective, Reached
 
 TTFT_BUCKETS_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
@@ -94,10 +94,12 @@ class Histogram:
 
 
 class Traffic:
-    """Counters of the requests for one adapter name."""
+    """Counters of the requests for one adapter name. `num_reached`: those with an objective; None before
+    the first."""
 
     __slots__ = (
-        "num_canary_requests", "num_hits", "num_requests", "num_running", "num_tokens", "num_waiting", "ttft"
+        "num_canary_requests", "num_hits", "num_reached", "num_requests", "num_running", "num_tokens",
+        "num_waiting", "ttft",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -107,6 +109,7 @@ class Traffic:
         self.num_tokens = 0
         self.num_waiting = 0
         self.num_running = 0
+        self.num_reached: Counter[Reached] | None = None
         self.ttft = Histogram(ADAPTER_TTFT_BUCKETS_S)
 
     @property
@@ -130,12 +133,21 @@ class Traffic:
         self.num_waiting += other.num_waiting
         self.num_running += other.num_running
         self.ttft.add(other.ttft)
+        if other.num_reached is not None:
+            self.reached().update(other.num_reached)
+
+    def reached(self) -> Counter[Reached]:
+        """Return the counter of requests with an objective, created on first use."""
+        if self.num_reached is None:
+            self.num_reached = Counter()
+        return self.num_reached
 
     def copy(self) -> Traffic:
         copied = Traffic.__new__(Traffic)
         copied.num_requests, copied.num_tokens = self.num_requests, self.num_tokens
         copied.num_hits, copied.num_canary_requests = self.num_hits, self.num_canary_requests
         copied.num_waiting, copied.num_running = self.num_waiting, self.num_running
+        copied.num_reached = None if self.num_reached is None else self.num_reached.copy()
         copied.ttft = self.ttft.copy()
         return copied
 
@@ -210,6 +222,8 @@ class ServerMetrics:
         num_computed = num_prompt_tokens * num_choices // max(num_prompts, 1)
         self.demand.arrived(adapter, num_choices=num_choices, num_prompt_tokens=num_computed)
         demand = None if adapter is None else self.demand
+        if objective is not None:
+            objective = objective.counted_in(traffic.reached())
         return RequestMeter(self, traffic, demand, num_prompt_tokens, num_choices, arrival_s, objective)
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from loraplex.core.batching import Batching
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.server.adapter_metrics import MAX_NAMED, render_adapters
@@ -33,7 +34,7 @@ _VLLM_REASONS: Final = {  # ours -> vLLM's word for it
 class MetricsSnapshot:
     """Everything that a page shows. It is immutable, as pages are rendered in another thread, except for
     `holders`, which that thread calls for the adapters shown: the replicas of a fleet that have a version in
-    memory; None for a single engine."""
+    memory; None for a single engine. `batching`: the engine's policy; None if it is not known."""
 
     base_model: str
     metrics: ServerMetrics
@@ -46,6 +47,7 @@ class MetricsSnapshot:
     replicas: Sequence[ReplicaStatus] = ()
     holders: Callable[[str], Sequence[int]] | None = None
     num_plans: int = 0
+    batching: Batching | None = None
     twin: TwinFigures | None = None
 
 
@@ -70,6 +72,7 @@ class _Page:
         self._num_left_out = snapshot.num_left_out
         self._replicas = snapshot.replicas
         self._num_plans = snapshot.num_plans
+        self._batching_policy = snapshot.batching
         self._twin = snapshot.twin
 
     def describe(self) -> list[Metric]:
@@ -87,6 +90,12 @@ class _Page:
     def _batching(self) -> Iterator[Metric]:
         """Yield what the batching policy decided."""
         stats = self._stats
+        if self._batching_policy is not None:
+            policy = GaugeMetricFamily(
+                "loraplex:batching_info", "1, with the batching policy", labels=[*self._labels, "policy"]
+            )
+            policy.add_metric([*self._labels.values(), self._batching_policy], 1)
+            yield policy
         for name, text, value in (
             ("merged_steps", "Steps on weights into which an adapter is merged", stats.num_merged_steps),
             ("merges", "Adapters merged into the second set of weights", stats.num_merges),

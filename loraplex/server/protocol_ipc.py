@@ -39,7 +39,7 @@ import msgspec
 import zmq
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import AdapterFormatError, InvalidRequestError, LoraplexError
 from loraplex.core.logs import LogFormat
 from loraplex.core.request import EngineOutput, EngineRequest
@@ -207,16 +207,14 @@ class Ready(Message, frozen=True):
     """Everything that known adapters need is compiled and captured. `load_s`: seconds since the start.
 
     `num_kv_blocks` is None for a server elsewhere that does not report it. `costs`: the profile of the engine
-    as JSON; `cold_start`: how its requests start on absent adapters; None where these are unknown.
-    `cpu_workers`: number of CPU workers that it starts.
+    as JSON, `policy`: how it decides; None where these are unknown.
     """
 
     num_kv_blocks: int | None
     max_model_len: int
     load_s: float
     costs: str | None = None
-    cold_start: ColdStart | None = None
-    cpu_workers: int = 0
+    policy: EnginePolicy | None = None
 
 
 class Failed(Message, frozen=True):

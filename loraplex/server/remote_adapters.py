@@ -41,7 +41,7 @@ class RemoteAdapters:
         fetched: asyncio.Future[Path] = loop.create_future()
 
         def settle(path: Path | None, error: BaseException | None) -> None:
-            self._slots.release()  # only now: whoever waits may have gone, the download has not
+            self._slots.release()  # only now: the waiters may have gone, the download has not
             if fetched.cancelled():
                 return
             if path is not None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.engine.prompt_encoder import MAX_TEXT_CHARS
+from loraplex.engine.tool_traits import PROBES, ToolTraits, traits_of
 from loraplex.server.child_python import interrupts_blocked, same_python
 from loraplex.server.errors import BusyError
 from loraplex.server.template_child import HEAD
@@ -44,11 +45,27 @@ class RequestTemplates:
     ) -> str:
         """Return the prompt. Raises InvalidRequestError if the template fails, or takes too much time or
         memory, and BusyError if too many wait."""
+        conversation = {"messages": messages, "tools": tools or None}
+        [answer] = await self._rendered(
+            template, [conversation], {**variables, "add_generation_prompt": add_generation_prompt}
+        )
+        if "error" in answer:
+            raise _refused(answer["error"])
+        return answer["text"]
+
+    async def tool_traits(self, template: str, variables: Mapping[str, Any]) -> ToolTraits:
+        """Return how the template renders tools. Raises as `render` does, but not if it fails."""
+        conversations = [{"messages": probe.messages, "tools": probe.tools} for probe in PROBES]
+        answers = await self._rendered(template, conversations, variables)
+        return traits_of([answer.get("text") for answer in answers])
+
+    async def _rendered(
+        self, template: str, conversations: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> list[dict[str, str]]:
+        """Return for each conversation its text, or an error."""
         request = {
             "template": template,
-            "messages": messages,
-            "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt,
+            "conversations": conversations,
             "variables": variables,
             "max_chars": MAX_TEXT_CHARS,
         }
@@ -60,10 +77,10 @@ class RequestTemplates:
         finally:
             self._num_waiting -= 1
 
-    async def _render(self, request: bytes) -> str:
+    async def _render(self, request: bytes) -> list[dict[str, str]]:
         async with self._turn:
             try:
-                answer = await self._ask(await self._started(), request)
+                return await self._ask(await self._started(), request)
             except TimeoutError:
                 await self.close()
                 raise _refused(f"it takes longer than {self._timeout_s:g} seconds") from None
@@ -73,9 +90,6 @@ class RequestTemplates:
             except BaseException:
                 await self.close()  # its answer would be taken for the next one's
                 raise
-        if "error" in answer:
-            raise _refused(answer["error"])
-        return answer["text"]
 
     async def close(self) -> None:
         """End the process."""
@@ -100,7 +114,7 @@ class RequestTemplates:
                 raise LoraplexError("the process that renders chat templates does not start") from None
         return self._process
 
-    async def _ask(self, process: Process, request: bytes) -> dict[str, str]:
+    async def _ask(self, process: Process, request: bytes) -> list[dict[str, str]]:
         assert process.stdin is not None
         async with asyncio.timeout(self._timeout_s):
             process.stdin.write(HEAD.pack(len(request)) + request)
@@ -108,11 +122,11 @@ class RequestTemplates:
             return await _read(process)
 
 
-async def _read(process: Process) -> dict[str, str]:
+async def _read(process: Process) -> list[dict[str, str]]:
     assert process.stdout is not None
     (num_bytes,) = HEAD.unpack(await process.stdout.readexactly(HEAD.size))
-    answer: dict[str, str] = json.loads(await process.stdout.readexactly(num_bytes))
-    return answer
+    answers: list[dict[str, str]] = json.loads(await process.stdout.readexactly(num_bytes))
+    return answers
 
 
 def _refused(reason: str) -> InvalidRequestError:

@@ -92,7 +92,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt, tokens by id: its own and the likeliest; null for the first."""
+"""The tokens of a prompt, each with tokens by id: its own and the likeliest; null for the first."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,9 +300,17 @@ class DemandInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineInfo | None = None
 
 
+class Attainment(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of requests that reached a target, and that did not."""
+
+    attained: int
+    missed: int
+
+
 class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits are
-    null without one; `requests_left` and `tokens_left` are of the last minute."""
+    """One tenant: its rights, as the tenants file has them, and what it has used since the start. Limits and
+    targets are null without one; `requests_left` and `tokens_left` are of the last minute. `slo_requests`:
+    by target, `ttft` or `tpt`, those of its adapters included."""
 
     name: str
     adapters: list[str]
@@ -322,6 +330,9 @@ class TenantInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     generated_tokens: int
     refused: dict[str, int]
+    slo_ttft: float | None
+    slo_tpt: float | None
+    slo_requests: dict[str, Attainment]
 
 
 class TenantList(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,10 +362,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. `state`: new, starting, ready, silent, restarting, unreachable or failed; `message` says
     why it is not ready, why it refuses adapters, or by how much they exceed its memory. `placed`: number of
     adapters that the placement gives it, except those it refuses; `refused`: number of adapters it refuses;
-    `brought`: number of adapters it has ever loaded because of a placement; `migrated`: number of requests
-    that ever migrated to it. `drained`: an operator stopped sending it requests. `pid`: of its engine
-    process, on the machine `node` if that is not the server's own; for a server that runs elsewhere, `node`
-    is its URL."""
+    `brought`: number of adapters it has ever loaded because of a placement. In these, names of one version
+    count once. `migrated`: number of requests that ever migrated to it. `drained`: an operator stopped
+    sending it requests. `pid`: of its engine process, on the machine `node` if that is not the server's own;
+    for a server that runs elsewhere, `node` is its URL."""
 
     replica: int
     state: str
@@ -415,12 +426,13 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedAdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one adapter is served. `replicas`: null if every replica serves every adapter. `given`: the
-    replicas that it was given; null if the policy places it. `waiting`: replicas that are to load it before
-    its requests go there; if there are none and `given` differs from `replicas`, they could not, or do not
-    serve at present."""
+    """The replicas of one adapter; several names may have one `version`. `replicas`: null if every replica
+    serves every adapter. `given`: the replicas that it was given; null if the policy places it. `waiting`:
+    replicas that are to load it before its requests go there; if there are none and `given` differs from
+    `replicas`, they could not, or do not serve at present."""
 
     name: str
+    version: str
     rank: int
     bytes: int
     replicas: list[int] | None
@@ -474,7 +486,7 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all adapters are, in the order of their names. `tiers`: one letter for each: `d`evice, `l`oading
+    """The places of all adapters, in the order of their names. `tiers`: one letter each: `d`evice, `l`oading
     to it, `h`ost or `-` for disk. `held`: of each replica of a fleet, the positions of the adapters that it
     has in memory; null for a single engine. `etag` changes with them."""
 

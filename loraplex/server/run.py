@@ -326,7 +326,7 @@ async def _start(
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
     if watch is not None:
-        watch.tell(client.set_tenants)
+        watch.subscribe(client.set_tenants)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
@@ -366,6 +366,7 @@ async def _start(
         base_root=str(folder),
         engine_status=lambda: client.status,
         engine_costs=lambda: None if client.info is None else client.info.costs,
+        batching=None if client.info.policy is None else client.info.policy.batching,
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
         web=_web_access(options),
@@ -384,7 +385,7 @@ async def _start(
         batches=BatchStore.at(state_dir, key),
     )
     if watch is not None:
-        watch.tell(deps.waiting.set_tenants)
+        watch.subscribe(deps.waiting.set_tenants)
         rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
         stack.callback(rereading.cancel)
     service.on_dropped = deps.metrics.forget

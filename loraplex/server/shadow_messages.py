@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 
 
 class SeenRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -23,14 +23,12 @@ class SeenRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in the order they were sent, of replicas that are alike. `costs`: the engine's profile.
-    `cold_start`, `cpu_workers`: how its requests start on absent adapters, and how many CPU workers it has.
     `ranks`: ranks of the adapters; 0 stands for the base model. `rank_params`: parameters of an adapter per
-    unit of rank. Figures cover `since_s` to `until_s`; earlier requests are included because they delay later
-    ones."""
+    unit of rank. Figures cover `since_s` to `until_s`; earlier requests are included because they delay
+    later ones."""
 
     costs: str
-    cold_start: ColdStart | None
-    cpu_workers: int
+    policy: EnginePolicy
     max_running: int
     rank_params: float
     ranks: list[int]

@@ -122,8 +122,11 @@ def _twin(profile: CostModel, requests: list[SeenRequest], window: Window) -> Si
         ranks=tuple(window.ranks),
         rank_bytes=max(round(window.rank_params * profile.subject.element_bytes), 1),
         max_running=window.max_running,
-        cold_start=window.cold_start,
-        cpu_workers=window.cpu_workers,
+        cold_start=window.policy.cold_start,
+        cpu_workers=window.policy.num_workers,
+        batching=window.policy.batching,
+        max_delay=window.policy.max_delay,
+        kv_swap_bytes=window.policy.kv_swap_bytes,
     )
     longest = max(each.prompt_tokens + each.num_output + 1 for each in requests)
     engines = OwnEngines(profile, options, longest=longest)

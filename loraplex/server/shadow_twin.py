@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.server.child_python import same_python
 from loraplex.server.decoders import decode_json
 from loraplex.server.profile_origin import package_profile_name
@@ -40,13 +40,12 @@ _MODULE: Final = "loraplex.server.shadow_replay"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinSubject:
-    """The engine that is modelled, or several that are alike: its profile as JSON, how its requests start on
-    absent adapters, its number of CPU workers, the largest number of requests in a step, the parameters of
-    adapters per unit of rank, and its recent requests."""
+    """The engine that is modelled, or several that are alike: its profile as JSON, how it decides, the
+    largest number of requests in a step, the parameters of adapters per unit of rank, and its recent
+    requests."""
 
     costs: str
-    cold_start: ColdStart | None
-    cpu_workers: int
+    policy: EnginePolicy
     max_running: int
     rank_params: float
     recent: RecentRequests
@@ -227,8 +226,7 @@ def _window_line(
         )
     window = Window(
         costs=subject.costs,
-        cold_start=subject.cold_start,
-        cpu_workers=subject.cpu_workers,
+        policy=subject.policy,
         max_running=subject.max_running,
         rank_params=subject.rank_params,
         ranks=ranks,

@@ -19,7 +19,7 @@ HEAD: Final = struct.Struct(">I")
 _MAX_SECONDS: Final = 10
 """The child ends itself after this, should its parent be gone."""
 _MEMORY_BYTES: Final = 512 << 20
-"""For a template, beyond what the process has when it starts."""
+"""Memory for a template, beyond what the process has when it starts."""
 
 
 def _main() -> None:
@@ -31,21 +31,21 @@ def _main() -> None:
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     size_bytes = num_pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes + _MEMORY_BYTES,) * 2)
-    _send(answers, {})
+    _send(answers, [])
     while head := given.read(HEAD.size):
         request = json.loads(given.read(HEAD.unpack(head)[0]))
         signal.alarm(_MAX_SECONDS)
-        _send(answers, _rendered(render_jinja_template, request))
+        conversations = request["conversations"]
+        _send(answers, [_rendered(render_jinja_template, request, each) for each in conversations])
         signal.alarm(0)
 
 
-def _rendered(render: Any, request: dict[str, Any]) -> dict[str, str]:
+def _rendered(render: Any, request: dict[str, Any], conversation: dict[str, Any]) -> dict[str, str]:
     try:
         (text,), _ = render(
-            conversations=[request["messages"]],
-            tools=request["tools"],
+            conversations=[conversation["messages"]],
+            tools=conversation["tools"],
             chat_template=request["template"],
-            add_generation_prompt=request["add_generation_prompt"],
             **request["variables"],
         )
     except MemoryError:
@@ -57,7 +57,7 @@ def _rendered(render: Any, request: dict[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
-def _send(answers: BinaryIO, message: dict[str, str]) -> None:
+def _send(answers: BinaryIO, message: list[dict[str, str]]) -> None:
     body = json.dumps(message).encode()
     answers.write(HEAD.pack(len(body)) + body)
     answers.flush()

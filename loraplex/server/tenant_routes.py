@@ -8,8 +8,9 @@ from starlette.responses import Response
 
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
-from loraplex.server.responses import TenantInfo, TenantList
+from loraplex.server.responses import Attainment, TenantInfo, TenantList
 from loraplex.server.tenants.access import access_of
+from loraplex.server.tenants.objective import Reached, Target
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.tenants.tenants_file import Tenant
 from loraplex.server.waiting import WaitingBook
@@ -54,4 +55,13 @@ def _info(tenants: Tenants, waiting: WaitingBook, tenant: Tenant) -> TenantInfo:
         prompt_tokens=account.num_prompt_tokens,
         generated_tokens=account.num_generated_tokens,
         refused={reason.value: count for reason, count in sorted(refused) if count},
+        slo_ttft=tenant.policy.slo_ttft,
+        slo_tpt=tenant.policy.slo_tpt,
+        slo_requests={
+            target.value: Attainment(
+                attained=account.num_reached[Reached(target, True)],
+                missed=account.num_reached[Reached(target, False)],
+            )
+            for target in Target
+        },
     )

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 import loraplex
 from loraplex.core.errors import InvalidRequestError
+from loraplex.engine.tool_traits import ToolTraits
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.continuing import Continued
 from loraplex.server.deps import ServerDeps
@@ -68,10 +69,16 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
 async def _tokenize(deps: ServerDeps, body: TokenizeRequest) -> list[int]:
     prompts = deps.text.prompts
     if body.messages is not None and body.prompt is None:
+        tokenizer = deps.text.tokenizer
         tools = tool_use(
-            body.tools, None, is_parallel=True, template=deps.text.tokenizer.template_text, options=deps.chat
+            body.tools,
+            None,
+            is_parallel=True,
+            template=tokenizer.template_text,
+            traits=tokenizer.tool_traits if body.tools else ToolTraits(),
+            options=deps.chat,
         )
-        tool_format = deps.chat.tool_format(deps.text.tokenizer.template_text)
+        tool_format = deps.chat.tool_format(tokenizer.template_text)
         return await prompts.tokenize_chat(
             with_accepted_ids(template_messages(body.messages), tool_format),
             add_generation_prompt=body.add_generation_prompt,
@@ -123,6 +130,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_left_out=len(deps.adapters.left_out),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
             holders=None if deps.fleet is None else deps.fleet.holders,
+            batching=deps.batching,
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )

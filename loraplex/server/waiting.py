@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidRequestError
-from loraplex.core.tenants import NOBODY, Caller, TenantPolicy
+from loraplex.core.tenants import NO_TENANT, NOBODY, Caller, TenantPolicy
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.waiting_room import WaitingRoom
 from loraplex.server.errors import QueueFullError
@@ -177,9 +177,11 @@ class WaitingBook:
             if is_full or (num_requests and not self.room.has_place_for(caller.tenant, num_requests)):
                 self._count_refused(Refused.QUEUE_FULL, caller)
                 retry_after_s = self._retry_after_s()
-                full = f"{waiting:,} {kind} wait and at most {limit:,} may"
+                full = f"at most {limit:,} {kind} may wait"
                 if not is_full:
-                    full = f"{waiting:,} {kind} wait, and the places left are kept for other tenants"
+                    full += ", and the places left are kept for other tenants"
+                elif caller.tenant == NO_TENANT:
+                    full = f"{waiting:,} {kind} wait and at most {limit:,} may"
                 raise QueueFullError(
                     f"the server's queue is full: {full}; try again in {retry_after_s} s",
                     kind="tokens" if kind == "prompt tokens" else "requests",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.load import ReplicaLimits
 from loraplex.fleet.view import AdapterMoves
 from loraplex.perf.cost_model import CostModel, KernelKind
@@ -29,7 +29,7 @@ class FleetEngines:
     `knows_sizes`: whether the sizes of adapters are known."""
 
     engines: Engines[Any]
-    adapters: AdapterTable
+    adapters: AdapterSizes
     limits: ReplicaLimits
     costs: SetCosts
     moves: AdapterMoves
@@ -70,7 +70,7 @@ def _ours(profile: CostModel, options: ReplayOptions, longest: int, link: LinkSp
     assert memory is not None, "engines were made by it"
     return FleetEngines(
         engines=engines,
-        adapters=AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes),
+        adapters=AdapterSizes.of(ranks=engines.ranks, num_bytes=engines.sizes),
         limits=ReplicaLimits(max_running=engines.max_running, kv_tokens=engines.kv_tokens),
         costs=StepSetCosts(profile, rank_bytes=engines.rank_bytes),
         moves=_ModelMoves(profile, engines.sizes, link),
@@ -97,7 +97,7 @@ def _with_slots(
     engines = SlotEngines(profile, options, longest=longest, adapter_bytes=adapter_bytes or 1)
     return FleetEngines(
         engines=engines,
-        adapters=AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes),
+        adapters=AdapterSizes.of(ranks=engines.ranks, num_bytes=engines.sizes),
         limits=ReplicaLimits(
             max_running=engines.max_running, kv_tokens=engines.kv_tokens, max_adapters=engines.num_slots
         ),

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.migrate import Migrator
@@ -111,7 +111,7 @@ class FleetRuns:
             ) from error
 
     @property
-    def adapters(self) -> AdapterTable:
+    def adapters(self) -> AdapterSizes:
         return self._has.adapters
 
     def run(

@@ -34,7 +34,7 @@ class KVCopiesInFlight:
 
     @property
     def next_end_s(self) -> float:
-        """When the first of them ends; infinity if there are none."""
+        """The time when the first of them ends; infinity if there are none."""
         return min((queue[0].end_s for queue in (self._outs, self._ins) if queue), default=math.inf)
 
     def take_ended(self, now_s: float) -> Iterator[KVCopies]:

@@ -132,7 +132,7 @@ class LeapingScheduler(Scheduler):
         self._admission.admit(
             chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])), []
         )
-        assert not waiting.has_candidates, "whoever does not wait for a read was found to have a place"
+        assert not waiting.has_candidates, "a request that does not wait for a read was found to have a place"
         self._joining = list(zip(self._running[first:], chunks, strict=True))
         return chunks
 

@@ -100,7 +100,7 @@ class StepChunks(Sequence[Chunk]):
 
 
 class QuickScheduler(TwinScheduler):
-    """For engines that compute prompts beside decodes, with memory that has no prefix cache."""
+    """The scheduler of engines that compute prompts beside decodes, with memory that has no prefix cache."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

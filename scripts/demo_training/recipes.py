@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train one adapter, and what the manifest says about it."""
+    """The training of one adapter, and what the manifest says about it."""
 
     name: str
     description: str

@@ -1,4 +1,4 @@
-"""How each adapter answers: one function a style.
+"""The answers of each adapter: one function a style.
 
 Some styles are made of templates. The others dress up a plain answer, one sentence of the base model
 itself (answers.py): what is learnt is the style, not new knowledge, and the answer stays on the topic.

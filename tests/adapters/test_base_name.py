@@ -1,4 +1,4 @@
-"""When an adapter's word for its base model is another model's, and when just another word."""
+"""An adapter's word for its base model may be another model's, or just another word."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_a_folder_without_registry_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_new_database_is_opened_by_several_at_once(tmp_path: Path) -> None:
-    """As by two servers that start on one new state folder."""
+    """Two servers that start on one new state folder do this."""
 
     def open_one(number: int, ready: Barrier) -> dict[str, str]:
         ready.wait()

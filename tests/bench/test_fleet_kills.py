@@ -1,4 +1,4 @@
-"""How the script that kills replicas judges what came of their streams."""
+"""The script that kills replicas judges what came of their streams."""
 
 from __future__ import annotations
 

@@ -76,10 +76,14 @@ def test_servers_are_rows_and_cells_not_measured_are_empty(result: dict[str, Any
         "| loraplex 0.1.0 | 100 | 23.0 (46.0), 6.0 | 9.0 | 1,000 | 8,000 tok/s | 500 | 6.0 | 3 |",
         f"| vLLM, LoRA off 0.26.0 | base model | {base} | 0 |",
     ]
-    summary = http_tables.summary(result)
-    assert "Commits: starts at abc, vllm at abc, loraplex at abc." in summary
-    assert "| loraplex 0.1.0 | 12 to 14 s | 20.0 (40.0), 6.0 | 23.0 (46.0), 6.0 |" in summary
-    assert "| vLLM, LoRA off 0.26.0 | 100 s | 20.0 (40.0), 6.0 | - | 9,000 tok/s | - |" in summary
+    assert "Commits: starts at abc, vllm at abc, loraplex at abc." in http_tables.machine_note(result)
+
+
+def test_the_summary_has_the_servers_measured_with_most_adapters(result: dict[str, Any]) -> None:
+    text = http_tables.summary(result)
+    assert "- loraplex 0.1.0: 8,000 tok/s with 256 at a time, first token after 23.0 ms on average" in text
+    assert "LoRA off" not in text
+    assert f"({http_tables.PICTURE})" in text
 
 
 LOADS_ADDED_LATER = {

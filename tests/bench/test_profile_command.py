@@ -497,7 +497,7 @@ def test_merging_is_measured_and_leaves_nothing_behind() -> None:
 
 
 def test_a_step_takes_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with kernels that the host is still launching when the step before ends."""
+    """The host may still be launching kernels when the step before ends."""
     launch = TorchExecutor.launch
 
     def on_device(executor: TorchExecutor, plan: StepPlan) -> LandedFlight:

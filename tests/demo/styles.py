@@ -1,4 +1,4 @@
-"""How to tell, from one answer, which demo adapter gave it; and prompts none of them was trained on.
+"""Tells from one answer which demo adapter gave it; and prompts none of them was trained on.
 
 The base model's answers fail nearly all of these checks (test_demo_adapters.py holds it to that).
 """

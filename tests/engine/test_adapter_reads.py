@@ -1,4 +1,4 @@
-"""Where slabs come from, and loads that wait for another replica."""
+"""Sources of slabs, and loads that wait for another replica."""
 
 from __future__ import annotations
 

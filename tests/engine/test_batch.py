@@ -1,4 +1,4 @@
-"""How a step is laid out: which rows stand where, and which of them are one segment."""
+"""The layout of a step: which rows stand where, and which of them are one segment."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from cheap_merges import cheap_merges
 from driving import Finished, run_to_end, step
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import save_adapter, save_model
@@ -125,7 +126,7 @@ def scores(found: Finished) -> list[float] | None:
     return [logprob.logprob for logprob in found.prompt_logprobs[1:] if logprob is not None]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20, 40))
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=10),
     num_blocks=st.integers(22, 60),
@@ -156,7 +157,7 @@ def test_every_request_gets_the_text_it_would_have_had_alone(
     engine.close()
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6, 15))
 @given(
     batching=st.sampled_from([each for each in Batching if each is not Batching.FCFS]),
     requests=st.lists(arrivals, min_size=4, max_size=14),

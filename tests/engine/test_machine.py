@@ -1,4 +1,4 @@
-"""How much memory there is to plan with, and what the processor is called."""
+"""The memory there is to plan with, and the name of the processor."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import MAX_CHARS, OutputKind, StructuredOutput
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
-from loraplex.engine.grammars import Grammars, _compiled
+from loraplex.engine.grammars import COMPILED, Grammars
 from loraplex.engine.llm import LLM
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.schema_rules import ascii_classes
@@ -304,19 +304,33 @@ def test_digits_and_letters_are_those_of_ascii(given: str, meant: str) -> None:
     assert ascii_classes(given) == meant
 
 
+def compile_for(grammars: Grammars, tenant: str, pattern: str = "[ab]{3}", salt: str | None = None) -> int:
+    """Compile a regular expression, and return how many grammars were compiled so far."""
+    grammars.compile(
+        EngineRequest(
+            request_id="r",
+            prompt_token_ids=[1],
+            params=SamplingParams(structured_output=StructuredOutput(OutputKind.REGEX, pattern)),
+            eos_token_ids=(2,),
+            tenant=tenant,
+            cache_salt=tenant if salt is None else salt,
+        )
+    )
+    return COMPILED.num_made
+
+
 def test_what_one_salt_had_compiled_is_compiled_again_for_another(folder: Path) -> None:
     grammars = Grammars.of_model(folder, load_config(folder))
-    compiled = []
-    for salt in ("acme", "globex", "acme", ""):
-        grammars.compile(
-            EngineRequest(
-                request_id="r",
-                prompt_token_ids=[1],
-                params=SamplingParams(structured_output=StructuredOutput(OutputKind.REGEX, "[ab]{3}")),
-                eos_token_ids=(2,),
-                cache_salt=salt,
-            )
-        )
-        compiled.append(_compiled.cache_info().misses)
+    compiled = [compile_for(grammars, tenant) for tenant in ("acme", "globex", "acme", "")]
     first = compiled[0]
     assert compiled == [first, first + 1, first + 1, first + 2]
+
+
+def test_one_tenant_cannot_displace_what_others_had_compiled(folder: Path) -> None:
+    grammars = Grammars.of_model(folder, load_config(folder))
+    compile_for(grammars, "quiet", "[cd]{3}")
+    for number in range(80):  # with salts of its own, too
+        num_compiled = compile_for(grammars, "greedy", "[cd]{3}", salt=f"greedy/{number}")
+    assert compile_for(grammars, "quiet", "[cd]{3}") == num_compiled
+    assert compile_for(grammars, "greedy", "[cd]{3}", salt="greedy/79") == num_compiled
+    assert compile_for(grammars, "greedy", "[cd]{3}", salt="greedy/0") == num_compiled + 1

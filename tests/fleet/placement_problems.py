@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.contiguous import ContiguousPlacement
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
@@ -54,7 +54,7 @@ def problem_of(
 ) -> PlacementProblem:
     """Return the problem; without sizes an adapter takes a byte for each rank."""
     return PlacementProblem(
-        adapters=AdapterTable.of(ranks=ranks, num_bytes=ranks if num_bytes is None else num_bytes),
+        adapters=AdapterSizes.of(ranks=ranks, num_bytes=ranks if num_bytes is None else num_bytes),
         num_replicas=num_replicas,
         demand=np.array(demand, dtype=np.float64),
         host_bytes=host_bytes,

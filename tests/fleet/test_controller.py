@@ -10,7 +10,7 @@ import pytest
 from fleet_views import ELSEWHERE_S, HOST_S, MEAN_TOKENS, RANKS, Fleet, fleet_of, request_of
 
 from loraplex.core.errors import CapacityError, UserError
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import MigrationView, Migrator
@@ -23,7 +23,7 @@ from loraplex.fleet.plan import Plan
 from loraplex.fleet.replanner import Replanner
 from loraplex.fleet.routers.round_robin import RoundRobinRouter
 
-ADAPTERS = AdapterTable.of(ranks=RANKS, num_bytes=[100] * len(RANKS))
+ADAPTERS = AdapterSizes.of(ranks=RANKS, num_bytes=[100] * len(RANKS))
 ON_0, ON_1 = (Plan.of_homes(np.full(len(RANKS), home)) for home in (0, 1))
 
 
@@ -376,7 +376,7 @@ def test_steady_demand_keeps_the_plan() -> None:
 
 
 def replanner_of(num_replicas: int, num_adapters: int) -> Replanner:
-    table = AdapterTable.of(ranks=[8] * num_adapters, num_bytes=[100] * num_adapters)
+    table = AdapterSizes.of(ranks=[8] * num_adapters, num_bytes=[100] * num_adapters)
     return Replanner(RandomPlacement(), adapters=table, num_replicas=num_replicas, period_s=10.0)
 
 
@@ -398,7 +398,7 @@ def test_adapters_that_are_gone_are_placed_nowhere_and_those_that_come_get_a_pla
     replanner.serve([1], 2)
     for adapter in range(1, len(ADAPTERS)):
         replanner.remove_adapter(adapter)
-    replanner.add_adapters(AdapterTable.of(ranks=[4], num_bytes=[50]))
+    replanner.add_adapters(AdapterSizes.of(ranks=[4], num_bytes=[50]))
     plan = replanner_of(2, 1).place(None, since_s=0.0, now_s=0.0)
     placement.plan = Plan.of_homes(np.zeros(2, np.int64))
     placed = replanner.mended(plan)
@@ -417,7 +417,7 @@ def test_tokens_stay_counted_when_adapters_are_added() -> None:
     replanner.count(2, 100)
     replanner.place(ON_0, since_s=0.0, now_s=10.0)
     replanner.count(2, 300)
-    replanner.add_adapters(AdapterTable.of(ranks=[4], num_bytes=[50]))
+    replanner.add_adapters(AdapterSizes.of(ranks=[4], num_bytes=[50]))
     replanner.count(8, 70)
     placement.plan = Plan.of_homes(np.zeros(9, np.int64))
     replanner.place(Plan.of_homes(np.zeros(9, np.int64)), since_s=10.0, now_s=20.0)

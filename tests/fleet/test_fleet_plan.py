@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.plan import Plan
 
 PLAN = Plan(replicas=((0,), (0, 2), (1,)), shares=((1.0,), (0.25, 0.75), (1.0,)))
@@ -14,7 +14,7 @@ PLAN = Plan(replicas=((0,), (0, 2), (1,)), shares=((1.0,), (0.25, 0.75), (1.0,))
 
 def test_a_plan_is_read_by_replica() -> None:
     assert PLAN.num_copies == 4
-    table = AdapterTable.of(ranks=[8, 8, 8], num_bytes=[10, 20, 40])
+    table = AdapterSizes.of(ranks=[8, 8, 8], num_bytes=[10, 20, 40])
     assert PLAN.bytes_by_replica(table, 4).tolist() == [30, 40, 20, 0]
     copies = PLAN.copies()
     assert copies.adapters.tolist() == [0, 1, 1, 2]
@@ -76,4 +76,4 @@ def test_a_wrong_plan_is_refused_in_words(
 )
 def test_a_wrong_table_is_refused_in_words(ranks: list[int], num_bytes: list[int], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        AdapterTable.of(ranks=ranks, num_bytes=num_bytes)
+        AdapterSizes.of(ranks=ranks, num_bytes=num_bytes)

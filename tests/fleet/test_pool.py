@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.pool import AdapterPool, Drop, Fetch
 
@@ -19,7 +19,7 @@ SIZES = (10, 20, 30, 40)
 def pool_of(
     sizes: Sequence[int], num_replicas: int, plan: Plan | None = None, host_bytes: int | None = None
 ) -> AdapterPool:
-    adapters = AdapterTable.of(ranks=[8] * len(sizes), num_bytes=sizes)
+    adapters = AdapterSizes.of(ranks=[8] * len(sizes), num_bytes=sizes)
     return AdapterPool(adapters, num_replicas, plan, host_bytes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.rank_line import RankLinePlacement
@@ -24,7 +24,7 @@ def problem(
     demand: list[float], num_replicas: int, num_slots: int, previous: Plan | None = None
 ) -> PlacementProblem:
     return PlacementProblem(
-        adapters=AdapterTable.of(ranks=[8] * len(demand), num_bytes=[1000] * len(demand)),
+        adapters=AdapterSizes.of(ranks=[8] * len(demand), num_bytes=[1000] * len(demand)),
         num_replicas=num_replicas,
         demand=np.array(demand, dtype=float),
         num_slots=num_slots,
@@ -134,7 +134,7 @@ def test_a_placement_says_what_demand_it_goes_by(
             assert problem.num_slots == num_slots
             return Plan.of_homes(np.zeros(2, dtype=np.int64))
 
-    table = AdapterTable.of(ranks=[8, 8], num_bytes=[1000, 1000])
+    table = AdapterSizes.of(ranks=[8, 8], num_bytes=[1000, 1000])
     planner = Replanner(
         Seen(), adapters=table, num_replicas=2, num_slots=num_slots, demand=named.demand(num_slots)
     )

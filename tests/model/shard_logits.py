@@ -49,7 +49,7 @@ def logits(
 
 
 def logits_of_all(folders: Sequence[Path], shard: Shard, rendezvous: Path) -> list[torch.Tensor]:
-    """For each folder, of both types."""
+    """Return the logits of each folder, in both types."""
     collective = connect(shard, rendezvous, torch.device("cpu"))
     return [logits(folder, dtype, shard, collective) for folder in folders for dtype in DTYPES]
 

@@ -125,7 +125,7 @@ def test_a_stepped_curve_costs_what_the_next_size_costs() -> None:
 
 
 def test_a_prompt_never_seems_to_make_a_step_shorter() -> None:
-    """Where the curve of decodes, measured apart, lies above that of prompts."""
+    """The curve of decodes, measured apart, may lie above that of prompts."""
     cost = replace(REAL, prompts=RowCurve(rows=(1,), seconds_at=(1e-6,)))
     assert cost.seconds(decodes(64)._replace(num_prompts=1, num_prompt_tokens=2)) >= cost.seconds(decodes(64))
 

@@ -1,4 +1,4 @@
-"""How many threads the steps of a CPU engine get, on machines that are tables: seconds by threads."""
+"""The threads that the steps of a CPU engine get, on machines that are tables: seconds by threads."""
 
 from __future__ import annotations
 

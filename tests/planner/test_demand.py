@@ -43,8 +43,14 @@ def test_a_table_says_ranks_and_rates(tmp_path: Path) -> None:
         ("name,rank,rate_rps\n,16,1\n", "line 2: the adapter has no name"),
         ("name,rank,rate_rps\nchat,,1\n", "line 2, adapter 'chat': there is no rank"),
         ("name,rank,rate_rps\nchat,16\n", "there is no rate_rps"),
-        ("name,rank,rate_rps\nchat,1.5,1\n", "not a whole number from 1 to 512"),
-        ("name,rank,rate_rps\nchat,0,1\n", "not a whole number from 1 to 512"),
+        (
+            "name,rank,rate_rps\nchat,1.5,1\n",
+            "is not a whole number above 0; give the .r. of its adapter_config",
+        ),
+        (
+            "name,rank,rate_rps\nchat,0,1\n",
+            "is not a whole number above 0; give the .r. of its adapter_config",
+        ),
         ("name,rank,rate_rps\nchat,16,fast\n", "rate_rps 'fast' is not a number"),
         ("name,rank,rate_rps\nchat,16,nan\n", "is not finite"),
         ("name,rank,rate_rps\nchat,16,-1\n", "below 0"),

@@ -7,24 +7,43 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
-from small import slot_profile
+from small import made_up, simulated, slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.cli.plan_profile import profile_of_plan
 from loraplex.cli.plan_show import _much_quicker
+from loraplex.cli.plan_train import _save_rules
+from loraplex.core.errors import UserError
 from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.planner.dataset import make_dataset
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.features import FEATURE_NAMES
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of, read_plan, write_plan
+from loraplex.planner.surrogate_json import read_surrogate
 from loraplex.workload.jsonl import write_workload
 from loraplex.workload.request import WorkloadHeader, WorkloadRequest
 
 SLOTS, OURS = "vllm-h100-llama-3.1-8b", "h200-llama-2-7b"
 LENGTHS = ("--mean-prompt-tokens", "250", "--mean-output-tokens", "230")
+SHORT = ("--mean-prompt-tokens", "200", "--mean-output-tokens", "30")
+
+
+ONE_GPU = Plan(
+    gpus=(GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.1),), num_slots=8),),
+    profile=SLOTS,
+    packer="random",
+    prompt_tokens=9,
+    output_tokens=9,
+)
 
 
 def plan(*args: object) -> Result:
@@ -33,6 +52,16 @@ def plan(*args: object) -> Result:
 
 def make(*args: object) -> Result:
     return plan("make", "--no-compare", *args)
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate each GPU for minutes at most, and floods for seconds."""
+    monkeypatch.setattr("loraplex.planner.trial._JUDGED_S", (300.0, 300.0))
+    monkeypatch.setattr("loraplex.planner.trial._OURS_JUDGED_S", 10.0)
+    monkeypatch.setattr("loraplex.planner.trial._JUDGED_REQUESTS", 100)
+    monkeypatch.setattr("loraplex.planner.most_served._OUR_FLOOD_S", 2.0)
+    monkeypatch.setattr("loraplex.planner.most_served._SLOTS_FLOOD_S", 20.0)
 
 
 def words_of(result: Result) -> str:
@@ -78,7 +107,7 @@ def test_a_plan_is_made_drawn_shown_and_holds_on_other_traffic(tmp_path: Path, p
     assert "inf is not a finite number" in words_of(refused)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_runs")
 def test_a_plan_of_our_engine_has_no_slots(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     made = make("--profile", OURS, "--adapters", table(tmp_path, 12, 0.5), *LENGTHS, "--out", out)
@@ -126,7 +155,7 @@ def test_a_check_that_finds_starvation_fails(tmp_path: Path) -> None:
     assert "starving" in checked.output or "leave no memory" in checked.output
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_runs")
 def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 24, 0.25)
     asked = ("--profile", SLOTS, "--adapters", adapters, *LENGTHS, "--out", out, "--no-compare")
@@ -155,6 +184,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
     write_workload(workload, requests, WorkloadHeader(ranks=(8, 16, 8), duration_s=30.0))
     made = make("--profile", SLOTS, "--workload", workload, "--out", out)
     assert made.exit_code == 0, made.output
+    assert read_plan(out).profile_sha256 == fingerprint(slot_profile())
     adapters = demand_of(read_plan(out)).adapters
     assert sorted((each.rank, each.rate_rps) for each in adapters) == [
         (8, pytest.approx(2 / 3)),
@@ -186,6 +216,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
             "requests are too long",
         ),
         (("--adapters", "TABLE", *LENGTHS, "--headroom", "nan"), "Invalid value for '--headroom'"),
+        (("--adapters", "RANKS", *LENGTHS), "adapter 'a1' has rank 1,024, and engines serve ranks up to 512"),
         (
             ("--adapters", "TABLE", *LENGTHS, "--surrogate", "x", "--slo-itl", "1s"),
             "knows throughput and starvation",
@@ -195,20 +226,21 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], words: str) -> None:
-    def of(name: str, num_adapters: int, rate_rps: float) -> str:
+    def of(name: str, num_adapters: int, rate_rps: float, ranks: tuple[int, ...] = (8, 32)) -> str:
         folder = tmp_path / name
         folder.mkdir()
-        return str(table(folder, num_adapters, rate_rps))
+        return str(table(folder, num_adapters, rate_rps, ranks))
 
     files = {
         "TABLE": of("some", 2, 0.1),
         "BUSY": of("busy", 2, 500.0),
         "FLOOD": of("flood", 2, 5e6),
         "MANY": of("many", 150, 0.4),
+        "RANKS": of("ranks", 2, 0.1, (8, 1024)),
     }
     given = [files.get(arg, arg) for arg in args]
     refused = make("--profile", SLOTS, "--out", tmp_path / "plan.json", *given)
-    fails = ("no server answers", "starves a GPU", "too long", "GPUs would do")
+    fails = ("no server answers", "starves a GPU", "too long", "GPUs would do", "up to 512")
     assert refused.exit_code == (1 if any(each in words for each in fails) else 2), words_of(refused)
     assert words in words_of(refused)
     assert not (tmp_path / "plan.json").exists()
@@ -281,35 +313,84 @@ def test_a_plan_for_fewer_gpus_than_there_are_says_so_when_it_is_made_and_shown(
 
 def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    gpu = GpuPlan(adapters=(AdapterDemand(name="a", rank=8, rate_rps=0.1),), num_slots=8)
-    write_plan(out, Plan(gpus=(gpu,), profile=SLOTS, packer="random", prompt_tokens=9, output_tokens=9))
+    write_plan(out, ONE_GPU)
     refused = plan("check", out, "--profile", OURS)
     assert refused.exit_code == 1
+    assert f"judged with the profile {OURS}; the plan was made with {SLOTS}" in refused.stderr
     assert f"give the one that the plan was made with ({SLOTS})" in words_of(refused)
 
 
-@pytest.mark.slow
-def test_a_surrogate_is_trained_and_asked_instead_of_the_twin(tmp_path: Path) -> None:
-    dataset, surrogate, rules = tmp_path / "runs.jsonl", tmp_path / "surrogate.json", tmp_path / "rules.txt"
-    trained = plan(
-        *("train", "--profile", SLOTS, *LENGTHS, "--dataset", dataset, "--rows", "150", "--seconds", "60"),
-        *("--small", "--out", surrogate, "--rules", rules),
-    )
-    assert trained.exit_code == 0, words_of(trained)
-    assert "runs that it was not trained on: throughput" in trained.output
-    assert "->" in rules.read_text()
+def test_a_plan_is_judged_with_its_profile_as_it_is_now_and_says_if_that_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, file, moved = slot_profile(), tmp_path / "profile.json", tmp_path / "moved.json"
+    made = replace(ONE_GPU, profile=str(file), profile_sha256=fingerprint(profile))
+    old = replace(made, profile_sha256=None)
+
+    def said(read: Plan, given: Path | None = None) -> str:
+        profile_of_plan(read, given)
+        return capsys.readouterr().err
+
+    write_slot_profile(moved, profile)
+    with pytest.raises(UserError, match=r"no file or named profile .*name it by --profile"):
+        profile_of_plan(made, None)
+    assert said(made, moved) == said(made, Path(SLOTS)) == "", "the same under other names"
+    write_slot_profile(file, replace(profile, max_running=7))
+    assert profile_of_plan(made, None).max_running == 7
+    assert f"the profile {file} has changed since the plan was made" in capsys.readouterr().err
+    other = Path("vllm-h100-qwen-2.5-7b")
+    assert f"profile {other} is not the one that the plan was made with ({file})" in said(made, other)
+    assert said(old) == "", "an old plan knows its profile by name"
+    assert f"judged with the profile {moved}; the plan was made with {file}" in said(old, moved)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small surrogate that `plan train` made of a complete dataset, with its rules."""
+    folder = tmp_path_factory.mktemp("trained")
+    dataset, rows = folder / "runs.jsonl", made_up()
+    make_dataset(dataset, replace(simulated(), duration_s=3600.0), num_rows=0)
+    columns = (rows.features[:, :7], rows.offered_tok_s, rows.throughput_tok_s, rows.is_starved)
+    with dataset.open("a") as file:
+        for row in np.column_stack((np.arange(len(rows)), *columns)).tolist():
+            file.write(json.dumps(row) + "\n")
+    asked = ("train", "--profile", SLOTS, *SHORT, "--dataset", dataset, "--rows", len(rows), "--small")
+    done = plan(*asked, "--out", folder / "surrogate.json", "--rules", folder / "rules.py")
+    assert done.exit_code == 0, words_of(done)
+    assert "runs that it was not trained on: throughput" in done.output
+    return folder
+
+
+def test_the_rules_of_a_trained_surrogate_are_written_as_text_or_as_python(trained: Path) -> None:
+    surrogate = read_surrogate(trained / "surrogate.json")
+    assert surrogate.starvation is not None
+    _save_rules(trained / "rules.txt", surrogate)
+    text = (trained / "rules.txt").read_text()
+    assert text.count("->") == surrogate.throughput.num_rules + surrogate.starvation.num_rules
+    module: dict[str, Any] = {}
+    exec((trained / "rules.py").read_text(), module)
+    assert all(f"{name}: " in module["__doc__"] for name in FEATURE_NAMES)
+    rows = made_up().features.astype(np.float32)
+    for function, forest in (("most_tok_s", surrogate.throughput), ("starves", surrogate.starvation)):
+        found = [module[function](*row) for row in rows.astype(np.float64).tolist()]
+        assert found == forest.values(rows).tolist()
+
+
+def test_a_surrogate_is_asked_instead_of_the_twin(trained: Path, tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 40, 0.05)
-    asked = ("--adapters", adapters, "--out", out, "--surrogate", surrogate, "--packer", "least-rate")
-    made = make(*asked, "--profile", SLOTS, *LENGTHS)
+    asked = ("--adapters", adapters, "--out", out, "--surrogate", trained / "surrogate.json")
+    made = make(*asked, "--profile", SLOTS, *SHORT)
     assert made.exit_code == 0, words_of(made)
     assert {each.name for each in demand_of(read_plan(out)).adapters} == {f"a{index}" for index in range(40)}
-    longer = make(*asked, "--profile", SLOTS, "--mean-prompt-tokens", "900", "--mean-output-tokens", "230")
-    assert "was trained on requests of 250 prompt and 230 answer tokens" in words_of(longer)
-    other = make(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *LENGTHS)
+    assert "max_size 32, trained on" in words_of(made)
+    assert "leave --surrogate out, and the twin judges" in words_of(made)
+    longer = make(*asked, "--profile", SLOTS, "--mean-prompt-tokens", "900", "--mean-output-tokens", "30")
+    assert "was trained on requests of 200 prompt and 30 answer tokens" in words_of(longer)
+    other = make(*asked, "--profile", "vllm-h100-qwen-2.5-7b", *SHORT)
     assert "was trained on the profile" in words_of(other)
-    with_limit = make(*asked, "--profile", SLOTS, *LENGTHS, "--slo-ttft", "1s")
+    with_limit = make(*asked, "--profile", SLOTS, *SHORT, "--slo-ttft", "1s")
     assert "leave it out, and the twin judges" in words_of(with_limit)
-    ours = make(*asked, "--profile", OURS, *LENGTHS)
+    ours = make(*asked, "--profile", OURS, *SHORT)
     assert (with_limit.exit_code, ours.exit_code) == (2, 2)
     assert "of one without; leave it out" in words_of(ours)
 

@@ -34,6 +34,9 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     with_limit = replace(PLAN, objective=Objective(ttft_s=0.5))
     write_plan(tmp_path / "plan.json", with_limit)
     assert read_plan(tmp_path / "plan.json") == with_limit
+    with_hash = replace(PLAN, profile_sha256="0123")
+    write_plan(tmp_path / "plan.json", with_hash)
+    assert read_plan(tmp_path / "plan.json") == with_hash
     assert demand_of(PLAN).offered_tok_s(demand_of(PLAN).adapters) == pytest.approx(0.5 * 300.5)
 
 
@@ -71,6 +74,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(gpus=[{"num_slots": 1, "adapters": [{"name": "a", "rank": 8}]}]), "'rate_rps' is missing"),
         (changed(prompt_tokens="many"), "prompt_tokens is not a number above 0"),
         (changed(profile=None), "profile is not text"),
+        (changed(profile_sha256=7), "profile_sha256 is not text"),
         (
             changed(gpus=[{"num_slots": 1, "adapters": changed()["gpus"][0]["adapters"] * 2}]),
             "adapter 'a' is there twice on GPU 0",

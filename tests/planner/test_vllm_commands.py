@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.perf.named_profiles import find_profile
 from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import write_plan
@@ -37,8 +39,12 @@ def plan_of(*gpus: tuple[dict[str, int], int | None], profile: str = "vllm-h100-
     )
 
 
+profile_named = cache(find_profile)
+
+
 def commands_of(plan: Plan) -> list[list[str]]:
-    found = vllm_commands(plan, model="acme/base", adapters_dir="/srv/adapters")
+    profile = profile_named(Path(plan.profile))
+    found = vllm_commands(plan, profile, model="acme/base", adapters_dir="/srv/adapters")
     return list(map(words_of, found))
 
 
@@ -56,6 +62,12 @@ def test_each_gpu_gets_a_command() -> None:
     assert "--max-loras 8 --max-lora-rank 256 --max-cpu-loras 8" in " ".join(second)
 
 
+def test_engines_get_the_limits_that_the_plan_was_simulated_with() -> None:
+    for profile, most in (("vllm-h100-llama-3.1-8b", 765), ("vllm-h100-qwen-2.5-7b", 945)):
+        (command,) = commands_of(plan_of(({"a": 8}, 1), profile=profile))
+        assert f"--max-num-seqs {most} --max-num-batched-tokens 8192" in " ".join(command)
+
+
 @given(st.text(min_size=1, max_size=12))
 def test_any_name_reaches_vllm_whole(name: str) -> None:
     (command,) = commands_of(plan_of(({name: 8}, 1)))
@@ -69,13 +81,24 @@ def test_any_name_reaches_vllm_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(({"a": 8}, None)), "has no slots to set"),
+        (plan_of(({"a": 8}, None), profile="h200-llama-2-7b"), "has no slots to set"),
+        (plan_of(({"a": 8}, None)), "GPU 0 of the plan has no slots, and the profile is of an engine with"),
         (plan_of(({"a": 8, "huge": 1024}, 4)), "adapter 'huge' has rank 1024"),
     ],
 )
 def test_what_vllm_cannot_serve_is_said(plan: Plan, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         commands_of(plan)
+
+
+def test_gpus_are_numbered_on_each_machine() -> None:
+    plan = plan_of(*[({name: 8}, 1) for name in "abcde"])
+    profile = profile_named(Path(plan.profile))
+    found = vllm_commands(plan, profile, model="m", adapters_dir="d", gpus_per_machine=2)
+    assert [each.split(" vllm ")[0] for each in found] == [
+        f"# machine {machine}\nCUDA_VISIBLE_DEVICES={device}"
+        for machine, device in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    ]
 
 
 def test_the_command_prints_them(tmp_path: Path) -> None:
@@ -90,6 +113,8 @@ def test_the_command_prints_them(tmp_path: Path) -> None:
     named = CliRunner().invoke(app, [*args, "--model", "acme/base; reboot", "--adapters-dir", "/srv/x y"])
     assert "acme/base; reboot" in words_of(named.stdout)
     assert json.loads(words_of(named.stdout)[-1]) == {"name": "b", "path": "/srv/x y/b"}
+    elsewhere = CliRunner().invoke(app, [*args, "--gpus-per-machine", "1"])
+    assert elsewhere.stdout.startswith("# machine 0\nCUDA_VISIBLE_DEVICES=0 vllm serve ")
     dry = CliRunner().invoke(app, [*args, "--dry-run"])
     assert dry.exit_code == 2
     assert "changes nothing; leave it out" in " ".join(dry.stderr.replace("│", " ").split())

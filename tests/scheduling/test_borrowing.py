@@ -1,4 +1,4 @@
-"""How much a tenant runs beyond its share while others use the engine."""
+"""A tenant runs a bounded amount beyond its share while others use the engine."""
 
 from __future__ import annotations
 

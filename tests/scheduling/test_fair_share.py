@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,9 @@ from loraplex.scheduling.plan import StepPlan
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.work import StepWork
 
-QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICK = settings(
+    max_examples=examples(25, 80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 MAX_PROMPT, MAX_OUTPUT = 12, 8
 SHAPE = ModelShape(
     family="llama",

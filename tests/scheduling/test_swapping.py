@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_arena import BLOCK_SIZE, PAGE, UNIT, World
@@ -154,9 +155,30 @@ def test_a_failed_copy_is_no_copy() -> None:
     assert not bench.scheduler.has_work()
 
 
-def test_a_full_host_evicts_its_oldest_blocks_and_else_copies_what_fits() -> None:
+def test_of_a_request_that_the_host_does_not_hold_whole_what_fits_is_copied() -> None:
     bench = two_that_do_not_fit(num_blocks=7, num_host_blocks=1)
     assert len(bench.step_until_preempted().swap_outs) == 1
+
+
+def test_a_full_host_evicts_of_the_oldest_request_first_what_is_found_last() -> None:
+    """Without its first block the second could not be found."""
+    bench = Bench(num_blocks=7, num_host_blocks=3)
+    held = []
+    for pair in ("ab", "cd"):  # of each pair the second request is preempted, with two full blocks
+        for name, num_prompt in zip(pair, (15, 9), strict=True):
+            bench.add(name, num_prompt, max_tokens=12)
+        copies = bench.step_until_preempted().swap_outs
+        assert len(copies) == 2
+        bench.end_copies()
+        held.append([block.node for block in bench.host._blocks.values()])
+        while bench.scheduler.has_work():
+            bench.step()
+            bench.end_copies()
+    first, second = held
+    assert len(first) == 2
+    assert len(second) == 3, "there is room for one of the three"
+    assert first[0] in second
+    assert first[1] not in second
 
 
 def test_what_is_cheaper_to_compute_is_not_copied() -> None:
@@ -308,7 +330,7 @@ class SwapWorld(World):
         self.scheduler.swap_ended([copy], out=out, error="the bus is broken" if failed else None)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, 300), deadline=None)
 @given(
     num_pages=st.integers(6, 20),
     sizes=st.lists(st.integers(1, 24), min_size=1, max_size=5),

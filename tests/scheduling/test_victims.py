@@ -397,7 +397,7 @@ def blocks_before_adapters(mutation: Mutation) -> None:
 
 def pinned_ones_too(mutation: Mutation) -> None:
     def pin(self: Tier, copy: object) -> None:
-        """As `Tier.pin`, but the copy goes on to be a candidate."""
+        """Do the same as `Tier.pin`, but the copy goes on to be a candidate."""
         copy.pins += 1  # type: ignore[attr-defined]
 
     mutation.set(Tier, "pin", pin)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
+from examples import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -165,7 +166,9 @@ ENGINES = st.fixed_dictionaries(
         "tenant": st.sampled_from(["", "acme"]),
     }
 )
-QUICK = settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICK = settings(
+    max_examples=examples(50, 80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 5, "too large to stage": 6}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from serving_fakes import FakeEngine, Script, make_spec, says
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.fleet.plan import Entry
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.served_adapter import ServedAdapter
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> & more"
@@ -61,6 +64,37 @@ class PageEngine(FakeEngine):
                 for version in self.adapters
             ),
         )
+
+
+class PageFleet:
+    """A fleet as its page sees it. `held`: the replicas that hold a version, by its plan."""
+
+    num_plans = 1
+    has_placement = True
+
+    def __init__(self, held: dict[str, list[int]]) -> None:
+        self.held = held
+        status = EngineStatus(state=EngineState.READY, message="", num_restarts=0, pid=None)
+        self.replicas = [
+            ReplicaStatus(number=number, status=status, num_in_flight=0, num_sent=0, drained=False)
+            for number in range(1 + max(max(replicas) for replicas in held.values()))
+        ]
+
+    def holders(self, version: str) -> list[int]:
+        return self.held[version]
+
+    def placed_on(self, version: str) -> Entry:
+        replicas = tuple(self.held[version])
+        return Entry(replicas, tuple(1 / len(replicas) for _ in replicas))
+
+    def waiting(self, version: str) -> list[int]:
+        return []
+
+    def num_bytes(self, version: str) -> int:
+        return 4096
+
+    def drain(self, number: int, *, move: bool = False) -> None:
+        self.replicas[number] = replace(self.replicas[number], drained=True)
 
 
 def page_server(

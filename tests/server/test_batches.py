@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -20,6 +21,7 @@ from serving_fakes import Script, says
 
 from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.server.batches.objects import ENDED, BatchStatus
+from loraplex.server.batches.runner import BatchRunner
 from loraplex.server.batches.store import BatchLimits
 from loraplex.server.waiting import WaitingLimits
 
@@ -127,6 +129,30 @@ def test_lines_come_after_live_requests_and_few_adapters_at_a_time(
     assert live_one.priority == 0
     first_ones = [each.adapter for each in batched[:12]]
     assert len(set(first_ones)) == 4
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_runner_that_is_cancelled_as_something_changes_ends(
+    make_served: Callable[..., Served], num_turns: int
+) -> None:
+    deps = make_served().deps
+    store = deps.batches
+    assert store is not None
+
+    async def scenario() -> None:
+        runner = BatchRunner(deps, store)
+        running = asyncio.create_task(runner.run())
+        while not runner._wake._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        store.changed()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=5)
+        assert done == {running}
+
+    asyncio.run(scenario())
+    deps.adapters.registry.close()
 
 
 def test_responses_in_a_batch(client: openai.OpenAI) -> None:

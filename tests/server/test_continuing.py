@@ -1,4 +1,4 @@
-"""Whatever happens to the engines of a request, its client sees the answer of an undisturbed one. With real
+"""A client sees the answer of an undisturbed engine while the engines of its request die or move. With real
 engines on a tiny model, and the text made from their tokens."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NUMBERS = count()
 
 @dataclass(frozen=True)
 class Fate:
-    """How an engine loses a request: after this many outputs. An engine may have computed more than it
+    """The way an engine loses a request: after this many outputs. An engine may have computed more than it
     reported."""
 
     after: int

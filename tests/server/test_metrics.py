@@ -5,22 +5,28 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_fixtures import USER, Api
+from server_fixtures import USER, Api, stored
 from serving_fakes import Script, make_spec, says, tiny_tokenizer
 
+from loraplex.core.batching import Batching
 from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineRequest
+from loraplex.core.stats import EngineStats
 from loraplex.server.adapter_metrics import MAX_NAMED
 from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
-from loraplex.server.metrics import Histogram
+from loraplex.server.fleet.backend_metrics import parse_stats
+from loraplex.server.metrics import Histogram, ServerMetrics
 from loraplex.server.metrics_export import MetricsSnapshot, render_metrics
 from loraplex.server.shadow_messages import Figures, Replayed
 from loraplex.server.shadow_twin import TwinFigures
+from loraplex.server.tenants.objective import Reached, Target
+from loraplex.server.tenants.tenant_metrics import render_tenants
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +80,37 @@ def test_the_page_shows_keys_and_values_on_the_host(api: Api) -> None:
         assert page[f"loraplex:{name}"] == 0
 
 
+def test_the_page_shows_what_the_batching_policy_decided() -> None:
+    stats = EngineStats(
+        is_merged=1, num_merged_steps=9, num_merges=2, num_switches=3, num_pauses=7, num_step_adapters=40,
+        owed_credit_s=1.5,
+    )  # fmt: skip
+    snapshot = MetricsSnapshot(
+        base_model="base",
+        metrics=ServerMetrics(ManualClock()),
+        stats=stats,
+        num_restarts=0,
+        num_refused={},
+        num_continued={},
+        adapters=(),
+        batching=Batching.DYNAMIC,
+    )
+    page = render_metrics(snapshot).decode()
+    for line in (
+        'loraplex:batching_info{model_name="base",policy="dynamic"} 1.0',
+        'loraplex:merged{model_name="base"} 1.0',
+        'loraplex:merged_steps_total{model_name="base"} 9.0',
+        'loraplex:merges_total{model_name="base"} 2.0',
+        'loraplex:batching_switches_total{model_name="base"} 3.0',
+        'loraplex:pauses_total{model_name="base"} 7.0',
+        'loraplex:step_adapters_total{model_name="base"} 40.0',
+        'loraplex:owed_credit_seconds{model_name="base"} 1.5',
+    ):
+        assert line in page.splitlines()
+    again = parse_stats(page, {})  # as a front reads it from a server behind it
+    assert again == stats
+
+
 def test_the_page_shows_the_engine(api: Api) -> None:
     page = samples(api)
     assert page["vllm:kv_cache_usage_perc"] == 0.25
@@ -87,6 +124,26 @@ def test_the_page_shows_the_engine(api: Api) -> None:
         "loraplex:device_adapter_bytes", "loraplex:device_arena_bytes",
     ):  # fmt: skip
         assert page[name] == 0
+
+
+def test_the_error_of_predicted_copies_is_a_gauge(api: Api) -> None:
+    deps = api.served.deps
+    stats = replace(api.run(api.served.engine.stats()), predicted_copy_s=0.3, measured_copy_s=0.2)
+    snapshot = MetricsSnapshot(
+        base_model="base",
+        metrics=deps.metrics,
+        stats=stats,
+        num_restarts=0,
+        num_refused={},
+        num_continued={},
+        adapters=deps.adapters.served(),
+        replicas=[],
+        twin=None,
+    )
+    page = render_metrics(snapshot).decode()
+    gauge = re.search(r"^loraplex:copy_time_predicted_over_measured\{[^}]*\} (\S+)$", page, re.MULTILINE)
+    assert gauge is not None
+    assert float(gauge[1]) == pytest.approx(1.5)
 
 
 def test_adapters_in_memory_are_visible_and_unloaded_ones_are_not(api: Api) -> None:
@@ -235,6 +292,7 @@ def ask_for(api: Api, number: int) -> None:
         traffic.num_requests += 1
         traffic.num_tokens += 2
         traffic.ttft.observe(0.1)
+        traffic.reached()[Reached(Target.TTFT, True)] += 1
 
 
 def test_ten_thousand_adapters_make_no_more_series_than_some(make_api: Callable[..., Api]) -> None:
@@ -252,6 +310,7 @@ def test_ten_thousand_adapters_make_no_more_series_than_some(make_api: Callable[
     assert by_name["loraplex:adapter_requests_total[(others)]"] == 10_000 - MAX_NAMED
     assert page["loraplex:adapter_generation_tokens_total[(others)]"] == 2 * (10_000 - MAX_NAMED)
     assert page["loraplex:adapter_ttft_seconds_count[(others)]"] == 10_000 - MAX_NAMED
+    assert page["loraplex:adapter_slo_requests_total[(others),attained,ttft]"] == 10_000 - MAX_NAMED
     assert page["loraplex:adapter_versions[host]"] == 10_002
     loads = [value for name, value in page.items() if name.startswith("loraplex:adapter_loads_total")]
     assert sum(loads) == 10_002
@@ -266,13 +325,18 @@ def test_load_balancers_are_told_of_a_bounded_number_of_adapters(api: Api) -> No
     assert line.count(",") < MAX_NAMED + 5
 
 
-def test_the_dashboard_asks_for_series_that_there_are(api: Api) -> None:
-    """With a fleet and a twin, whose series are there only with them."""
+def test_the_dashboard_asks_for_series_that_there_are(make_api: Callable[..., Api]) -> None:
+    """With a fleet, a twin and tenants, whose series are there only with them."""
+    key = "key-of-acme"
+    text = f"[tenants.acme]\nkeys = [{stored(key)}]\nadapters = ['*']\nslo_ttft = 60\n"
+    api = make_api(tenants=text)
     status = EngineStatus(state=EngineState.READY, message="", num_restarts=0, pid=1)
     replica = ReplicaStatus(number=0, status=status, num_in_flight=0, num_sent=0, drained=False)
     measured = Figures(tokens_per_s=1.0, ttft_s=1.0, itl_s=1.0)
     replayed = Replayed(num_requests=1, measured=measured, predicted=measured, seconds=1.0)
-    chat(api, "pirate")
+    body = {"model": "pirate", "messages": USER}
+    headers = {"Authorization": f"Bearer {key}"}
+    assert api.post("/v1/chat/completions", body, headers=headers).status_code == 200
     deps = api.served.deps
     snapshot = MetricsSnapshot(
         base_model="base",
@@ -285,7 +349,8 @@ def test_the_dashboard_asks_for_series_that_there_are(api: Api) -> None:
         replicas=[replica],
         twin=TwinFigures(is_measured=True, num_replays={}, latest=replayed),
     )
-    there = set(re.findall(r"^([a-z]+:\w+)", render_metrics(snapshot).decode(), re.MULTILINE))
+    page = render_metrics(snapshot) + render_tenants(deps.tenants, deps.waiting)
+    there = set(re.findall(r"^([a-z]+:\w+)", page.decode(), re.MULTILINE))
     dashboard = json.loads((ROOT / "grafana" / "loraplex.json").read_text(encoding="utf-8"))
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     asked = {
@@ -294,7 +359,7 @@ def test_the_dashboard_asks_for_series_that_there_are(api: Api) -> None:
         for target in panel["targets"]
         for name in re.findall(r"\b(?:vllm|loraplex):\w+", target["expr"])
     }
-    assert asked
+    assert {"loraplex:tenant_slo_requests_total", "loraplex:adapter_slo_requests_total"} <= asked
     assert asked <= there
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     places = [panel["gridPos"] for panel in panels]

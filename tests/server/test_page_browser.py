@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from page_servers import HOSTILE, PageEngine, page_server
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from page_visits import Visits, ask_now, chromium, fits
+from playwright.sync_api import Browser, CDPSession, Page, expect
 from server_fixtures import Served, live, write_adapter
 
 from loraplex.server.page import adapter_changes
 
-NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 NUM_MORE: Final = 1000
 BASE: Final = "<b id=base>base</b>"
 API_KEY, ADMIN_KEY = "key-to-ask", "key-to-change"
-PATIENCE_MS: Final = 60_000
 VIEWS: Final = ("chat", "adapters", "server")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("no Chromium; scripts/install_test_packages.sh installs it, or says why it cannot")
-    expect.set_options(timeout=PATIENCE_MS)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,64 +59,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
 
 
 @pytest.fixture
-def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Yield a function that opens a page in a context of its own. At the end no page may have logged an error
-    or called another host. The browser's own lines on answers that are no success do not count."""
-    contexts = []
-    problems: list[str] = []
-
-    def visit(
-        url: str,
-        *,
-        width: int = 1280,
-        height: int = 800,
-        view: str = "chat",
-        keys: tuple[str, str] = ("", ""),
-    ) -> Page:
-        context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
-        contexts.append(context)
-        if any(keys):
-            kept = json.dumps(json.dumps(dict(zip(("api", "admin"), keys, strict=True))))
-            context.add_init_script(f"sessionStorage['loraplex.keys'] ??= {kept}")
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console",
-            lambda message: (
-                problems.append(message.text)
-                if message.type in ("error", "warning") and "Failed to load resource" not in message.text
-                else None
-            ),
-        )
-        page.on(
-            "request",
-            lambda request: None if request.url.startswith(url) else problems.append(request.url),
-        )
-        page.goto(f"{url}/#{view}")
-        return page
-
-    yield visit
-    for context in contexts:
-        context.close()
-    assert not problems
+def visit(browser: Browser) -> Iterator[Visits]:
+    visits = Visits(browser)
+    yield visits
+    visits.close()
 
 
-def with_keys(
-    visit: Callable[..., Page], small: Small, *, admin: str = ADMIN_KEY, view: str = "chat"
-) -> Page:
+def with_keys(visit: Visits, small: Small, *, admin: str = ADMIN_KEY, view: str = "chat") -> Page:
     """Open the page as one whose tab has the keys."""
     page = visit(small.url, keys=(API_KEY, admin), view=view)
     expect(page.locator("#state")).to_have_text("ready")
     return page
 
 
-def ask_now(page: Page) -> None:
-    """Have the page ask the server at once, as it does when its tab is shown again."""
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-
-
-def test_two_adapters_stream_side_by_side(visit: Callable[..., Page], small: Small) -> None:
+def test_two_adapters_stream_side_by_side(visit: Visits, small: Small) -> None:
     """An answer is text, however much it looks like markup, and so is every name."""
     page = with_keys(visit, small)
     expect(page.locator(".model-input").nth(1)).to_have_value("poet")
@@ -146,7 +93,7 @@ def test_two_adapters_stream_side_by_side(visit: Callable[..., Page], small: Sma
     assert "owned" not in page.title()
 
 
-def test_errors_are_shown_where_they_belong(visit: Callable[..., Page], small: Small) -> None:
+def test_errors_are_shown_where_they_belong(visit: Visits, small: Small) -> None:
     page = with_keys(visit, small)
     page.locator(".model-input").nth(0).fill("pirat")
     page.locator("#prompt").fill("Say it.")
@@ -160,7 +107,7 @@ def test_errors_are_shown_where_they_belong(visit: Callable[..., Page], small: S
     expect(page.locator("#banner")).to_be_hidden()
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab_only(visit: Callable[..., Page], small: Small) -> None:
+def test_a_key_is_asked_for_and_kept_in_the_tab_only(visit: Visits, small: Small) -> None:
     page = visit(small.url)
     expect(page.locator("#keys-why")).to_contain_text("asks for a key")
     page.locator("#api-key").fill("another")
@@ -177,7 +124,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(visit: Callable[..., Page],
     assert page.evaluate("localStorage.length + document.cookie.length") == 0
 
 
-def test_the_map_changes_as_adapters_come_move_and_go(visit: Callable[..., Page], small: Small) -> None:
+def test_the_map_changes_as_adapters_come_move_and_go(visit: Visits, small: Small) -> None:
     write_adapter(small.folder / "sql")
     page = with_keys(visit, small, view="adapters")
     chips, events = page.locator(".chip"), page.locator("#events")
@@ -214,13 +161,27 @@ def test_the_map_changes_as_adapters_come_move_and_go(visit: Callable[..., Page]
     expect(events).to_contain_text("removed")
 
 
+def count_layouts(page: Page) -> CDPSession:
+    """Begin to count how often the browser computes a layout of the page, for `layouts`."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    return session
+
+
+def layouts(session: CDPSession) -> int:
+    figures = session.send("Performance.getMetrics")["metrics"]
+    return next(int(each["value"]) for each in figures if each["name"] == "LayoutCount")
+
+
 def test_a_thousand_adapters_are_scrolled_searched_and_opened_by_keyboard(
-    visit: Callable[..., Page], large: str, record_property: Callable[[str, object], None]
+    visit: Visits, large: str, record_property: Callable[[str, object], None]
 ) -> None:
     page = visit(large, view="adapters")
     rows, grid = page.locator(".row:visible"), page.locator("#grid")
     expect(page.locator("#count")).to_have_text("1,002")
     expect(rows.first).to_contain_text("pirate")
+    num_rows, session = page.locator(".row").count(), count_layouts(page)
+    num_layouts = layouts(session)
     frames = grid.evaluate(
         """async (grid) => {
             const gaps = [];
@@ -236,8 +197,11 @@ def test_a_thousand_adapters_are_scrolled_searched_and_opened_by_keyboard(
     )
     record_property("median_frame_ms", frames[30])
     record_property("slowest_frame_ms", frames[-1])
+    # What a frame costs on any machine: it uses the rows that are there, and computes one layout for all of
+    # them. (With others, since the page asks the server once a second.)
+    assert layouts(session) - num_layouts < 4 * len(frames)
+    assert page.locator(".row").count() == num_rows < 60
     expect(rows.filter(has_text="tenant-08").first).to_be_visible()
-    assert page.locator(".row").count() < 60
     assert page.locator("#map canvas").count() == 1
     page.locator("#tab-adapters").focus()
     page.keyboard.press("ArrowRight")
@@ -255,7 +219,7 @@ def test_a_thousand_adapters_are_scrolled_searched_and_opened_by_keyboard(
     expect(page.locator("#grid-none")).to_contain_text("“nobody”")
 
 
-def test_every_view_fits_a_phone_in_both_colour_schemes(visit: Callable[..., Page], large: str) -> None:
+def test_every_view_fits_a_phone_in_both_colour_schemes(visit: Visits, large: str) -> None:
     page = visit(large, width=390)
     expect(page.locator("#state")).to_have_text("ready")
     for scheme in ("light", "dark"):
@@ -263,13 +227,13 @@ def test_every_view_fits_a_phone_in_both_colour_schemes(visit: Callable[..., Pag
         for view in VIEWS:
             page.locator(f"#tab-{view}").click()
             expect(page.locator(f"#{view}")).to_be_visible()
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+            assert fits(page), view
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         lightness = sum(int(part) for part in colour[4:-1].split(",")) / 3
         assert (lightness < 80) is (scheme == "dark")
     charts = page.locator("#charts svg")
     expect(charts).to_have_count(4)
-    assert "Queue over the last five minutes" in (charts.nth(3).get_attribute("aria-label") or "")
+    assert "Queue over the last " in (charts.nth(3).get_attribute("aria-label") or "")
     page.locator("#tab-chat").click()
     page.locator("#settings summary").click()
     box, prompt = page.locator(".settings-box").bounding_box(), page.locator("#prompt").bounding_box()
@@ -280,9 +244,7 @@ def test_every_view_fits_a_phone_in_both_colour_schemes(visit: Callable[..., Pag
     assert box["y"] + box["height"] <= prompt["y"], "the prompt can be read beside its settings"
 
 
-def test_settings_close_and_the_focus_goes_on_when_a_prompt_is_sent(
-    visit: Callable[..., Page], small: Small
-) -> None:
+def test_settings_close_and_the_focus_goes_on_when_a_prompt_is_sent(visit: Visits, small: Small) -> None:
     page = with_keys(visit, small)
     box, summary = page.locator(".settings-box"), page.locator("#settings summary")
     summary.click()
@@ -310,7 +272,7 @@ def test_settings_close_and_the_focus_goes_on_when_a_prompt_is_sent(
     expect(page.locator(".model-input")).to_be_focused()
 
 
-def test_dialogs_keep_the_focus_and_give_it_back(visit: Callable[..., Page], small: Small) -> None:
+def test_dialogs_keep_the_focus_and_give_it_back(visit: Visits, small: Small) -> None:
     page = with_keys(visit, small, admin="", view="adapters")
     expect(page.locator(".chip")).to_have_text(["pirate", "poet"])
     page.locator("#load-button").press("Enter")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from server_fixtures import USER, Api
 from serving_fakes import tiny_tokenizer
+from tool_templates import TEMPLATES
 
 from loraplex.server.errors import BusyError
 from loraplex.server.request_templates import RequestTemplates
 
+WRITTEN_OUT = 'tools[0].function.name + " is " + tools[0].function.description'
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -80,6 +82,16 @@ def test_tools_are_refused_by_a_template_that_does_not_know_them(trusting: Api) 
     tools = [{"function": {"name": "f"}}]
     body = {"model": "base", "messages": USER, "chat_template": "x", "tools": tools}
     assert trusting.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
+
+
+def test_a_template_with_traps_for_tools_is_found_out(trusting: Api) -> None:
+    template = TEMPLATES["llama3 single"].replace("tools | tojson", WRITTEN_OUT)
+    tools = [{"function": {"name": "f"}}]
+    status, prompt = ask(trusting, template, tools=tools, tool_choice="required")
+    assert (status, prompt.startswith("Tools: f is \n<|im_start|>user")) == (200, True), prompt
+    wanted = trusting.served.engine.requests[-1].params.structured_output
+    assert wanted is not None
+    assert '"; " one' not in wanted.text
 
 
 def test_few_wait_for_a_template_and_others_are_told_to_come_again() -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx
 import openai
 import pytest
 import tiny
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from server_process import PATIENCE_S, run_command, serving
+from server_process import run_command, serving
 from serving_fakes import hf_tokenizer
+from trace_collector import SOON, Collector, collecting, values
 
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import OptionError, UserError
@@ -30,61 +24,10 @@ from loraplex.server.trace_setup import parse_endpoint, traces_of
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-@dataclass
-class Collector:
-    """Decoded requests of OTLP, as they come."""
-
-    url: str
-    server: ThreadingHTTPServer
-    received: queue.Queue[ExportTraceServiceRequest]
-    spans: list[Span] = field(default_factory=list)
-    service: dict[str, str] = field(default_factory=dict)
-
-    def trace_of(self, request_id: str) -> tuple[Span, dict[str, Span]]:
-        """Wait for a request's span; return it, and its children by name."""
-        while not (
-            roots := [each for each in self.spans if values(each).get("loraplex.request_id") == request_id]
-        ):
-            self._take()
-        [root] = roots
-        return root, {each.name: each for each in self.spans if each.parent_span_id == root.span_id}
-
-    def _take(self) -> None:
-        for resource in self.received.get(timeout=PATIENCE_S).resource_spans:
-            self.service = values(resource.resource)
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-
-
-def values(holder: Any) -> dict[str, Any]:
-    """Return the attributes of a span or a resource."""
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in holder.attributes}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        assert self.path == "/v1/traces"
-        self.server.received.put(ExportTraceServiceRequest.FromString(body))  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.send_header("content-length", "100000000000")  # of which nothing comes
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    received: queue.Queue[ExportTraceServiceRequest] = queue.Queue()
-    server.received = received  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield Collector(f"http://127.0.0.1:{server.server_address[1]}", server, received)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with collecting() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +38,9 @@ def running(
     base = tiny.save_model(folder, vocab_size=400)
     hf_tokenizer().save_pretrained(folder)
     tiny.save_adapter(folder / "adapters" / "one", base, rank=4)
-    environment = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "20", "NO_PROXY": "127.0.0.1"}
     options = ("--adapters", str(folder / "adapters"), "--otlp-endpoint", collector.url)
     state = ("--state-dir", str(tmp_path_factory.mktemp("state")))
-    with serving(folder, *options, *state, environment=environment) as (process, url, _):
+    with serving(folder, *options, *state, environment=SOON) as (process, url, _):
         yield process, url
 
 

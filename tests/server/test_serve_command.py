@@ -46,6 +46,12 @@ from loraplex.server.start_notes import context_notes
             ("--tensor-parallel-size=2",),
             "--tensor-parallel-size: it is an option of vLLM; give --tensor-parallel",
         ),
+        (("--no-enable-prefix-caching",), "leave it out: what it switches off is always on"),
+        (("--no-enforce-eager",), "leave it out: there is nothing to choose here"),
+        (("--kv_cache_dtype", "fp8"), "--kv_cache_dtype: it is an option of vLLM; leave it out: keys and"),
+        (("--speculative-config.method", "ngram"), "there is no speculative decoding"),
+        (("-q", "awq"), "give a model that is not quantized"),
+        (("--no-such",), "No such option"),
     ],
 )
 def test_an_option_of_vllm_is_told_what_it_is_here(

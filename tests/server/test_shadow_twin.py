@@ -12,8 +12,10 @@ import pytest
 from engine_client_harness import run
 from prometheus_client import generate_latest
 
+from loraplex.core.batching import Batching
 from loraplex.core.clock import ManualClock
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.perf.cost_model import CostModel, with_copies_at_most
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
@@ -95,8 +97,7 @@ def window_of(costs: CostModel, requests: list[SeenRequest], **changes: Any) -> 
     last_s = max(each.last_s or 0.0 for each in requests)
     fields: dict[str, Any] = {
         "costs": profile_to_json(costs),
-        "cold_start": None,
-        "cpu_workers": 0,
+        "policy": EnginePolicy(),
         "max_running": 64,
         "rank_params": 1000.0,
         "ranks": RANKS,
@@ -134,8 +135,8 @@ def test_a_window_is_replayed_with_its_start_policy_and_workers() -> None:
     alone = SeenRequest(0, 2, 128, 4, 0.0, 1.0, 2.0)  # on an adapter of rank 64
 
     def ttft_s(cold_start: ColdStart, cpu_workers: int = 0) -> float:
-        changes = {"cold_start": cold_start, "cpu_workers": cpu_workers, "rank_params": 786432.0}
-        replayed = replay(window_of(slow, [alone], **changes))
+        policy = EnginePolicy(cold_start=cold_start, num_workers=cpu_workers)
+        replayed = replay(window_of(slow, [alone], policy=policy, rank_params=786432.0))
         assert replayed.predicted is not None
         assert replayed.predicted.ttft_s is not None
         return replayed.predicted.ttft_s
@@ -143,6 +144,35 @@ def test_a_window_is_replayed_with_its_start_policy_and_workers() -> None:
     pipelined = ttft_s(ColdStart.PIPELINED)
     assert ttft_s(ColdStart.CPU_ASSIST) == pipelined < ttft_s(ColdStart.ON_DEMAND)
     assert ttft_s(ColdStart.CPU_ASSIST, 8) < ttft_s(ColdStart.CPU_ASSIST, 3) < pipelined
+
+
+def predicted_of(costs: CostModel, requests: list[SeenRequest], policy: EnginePolicy) -> Figures:
+    replayed = replay(window_of(costs, requests, policy=policy, since_s=0.0, until_s=60.0))
+    assert replayed.predicted is not None, replayed.error
+    return replayed.predicted
+
+
+def test_a_window_is_replayed_with_its_batching() -> None:
+    """The oldest request's adapter is merged while all others pause, so that these begin later."""
+    both = [SeenRequest(0, adapter, 128, 200, 0.001 * adapter, 1.0, 2.0) for adapter in (0, 2)]
+    together = predicted_of(profile(), both, EnginePolicy()).ttft_s
+    in_turn = predicted_of(profile(), both, EnginePolicy(batching=Batching.MERGED)).ttft_s
+    assert together is not None
+    assert in_turn is not None
+    assert in_turn > 5 * together
+
+
+def test_a_window_is_replayed_with_its_swap_memory() -> None:
+    """Keys and values of a preempted request come back from the host instead of being computed again."""
+    costs = profile()
+    assert costs.memory is not None
+    small = replace(costs, memory=replace(costs.memory, arena_bytes=costs.memory.token_bytes * 5000))
+    both = [SeenRequest(0, 1, 2000, 900, 0.001 * number, 1.0, 2.0) for number in range(2)]
+    computed = predicted_of(small, both, EnginePolicy()).itl_s
+    swapped = predicted_of(small, both, EnginePolicy(kv_swap_bytes=4 << 30)).itl_s
+    assert computed is not None
+    assert swapped is not None
+    assert swapped < computed
 
 
 def test_a_window_that_cannot_be_replayed_says_why() -> None:
@@ -180,8 +210,7 @@ class Engine:
     def twin(self) -> TwinSubject:
         return TwinSubject(
             costs=profile_to_json(self._costs),
-            cold_start=None,
-            cpu_workers=0,
+            policy=EnginePolicy(),
             max_running=64,
             rank_params=1000.0,
             recent=self._recent,

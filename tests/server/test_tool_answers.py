@@ -80,7 +80,9 @@ def test_a_call_that_the_model_chooses_is_reported(tool_api: ToolApi) -> None:
     assert call.pop("id").startswith("call_")
     assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
     assert (answer["message"]["content"], answer["finish_reason"]) == ("Let me look.", "tool_calls")
-    assert tool_api.prompt.startswith('Tools: [{"type": "function", "function": {"name": "weather", ')
+    assert tool_api.prompt.startswith(
+        'Tools: [{"type": "function", "function": {"name": "weather", "parameters": {"type": '
+    )
     assert tool_api.requests[-1].params.structured_output is None
     tool_api.says("No call.")
     answer = tool_api.chat()
@@ -259,8 +261,51 @@ def test_tokens_of_a_conversation_with_tools_are_those_of_its_prompt(tool_api: T
     assert response.json()["tokens"] == tool_api.requests[-1].prompt_token_ids
 
 
-def test_mistral_gets_ids_that_its_templates_accept(tool_api: ToolApi) -> None:
-    tool_api.template(tool_tokenizer("mistral"))
+def test_templates_that_need_descriptions_get_empty_ones(tool_api: ToolApi) -> None:
+    tool_api.template(tool_tokenizer("hermes described"))
+    described = {"function": {"name": "time", "description": "The time"}}
+    tool_api.chat(tools=[*TOOLS, described])
+    assert tool_api.prompt.startswith("- weather: \n- time: The time\n<|im_start|>user")
+    response = tool_api.api.post("/tokenize", {**CHAT, "tools": [*TOOLS, described]})
+    assert response.json()["tokens"] == tool_api.requests[-1].prompt_token_ids
+
+
+@pytest.mark.parametrize("family", ["llama3 single", "llama3 first"])
+def test_one_call_where_a_history_cannot_have_more(tool_api: ToolApi, family: str) -> None:
+    called = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+    tool_api.template(tool_tokenizer("llama3"))
+    tool_api.says(f"{called}; {called}")
+    two = tool_api.chat()["message"]
+    assert len(two["tool_calls"]) == 2, "where it can, there are"
+    tool_api.template(tool_tokenizer(family))
+    for choice in ("auto", "required"):
+        answer = tool_api.chat(tool_choice=choice)
+        (call,) = answer["message"]["tool_calls"]
+        assert answer["finish_reason"] == "tool_calls"
+    wanted = tool_api.requests[-1].params.structured_output
+    assert wanted is not None
+    assert '"; " one' not in wanted.text
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    tool_api.chat(messages=[*CHAT["messages"], answer["message"], result])
+    assert called in tool_api.prompt
+    if family == "llama3 single":
+        param, message = tool_api.refused(messages=[*CHAT["messages"], two, result])
+        assert (param, "refused the messages: one call at a time" in message) == ("messages", True)
+
+
+def test_a_template_that_fails_for_its_tools_blames_them(tool_api: ToolApi) -> None:
+    fails = (
+        "{% for t in tools or [] %}{% if t.function.name == 'weather' %}{{ raise_exception('no weather') }}"
+    )
+    template = f"{fails}{{% endif %}}{{% endfor %}}<tool_call>"
+    tool_api.template(hf_tokenizer(chat_template=template))
+    param, message = tool_api.refused()
+    assert (param, "refused the tools: no weather" in message) == ("tools", True)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mistral strict"])
+def test_mistral_gets_ids_that_its_templates_accept(tool_api: ToolApi, family: str) -> None:
+    tool_api.template(tool_tokenizer(family))
     tool_api.says('[TOOL_CALLS] [{"name": "weather", "arguments": {}}]')
     answer = tool_api.chat()
     call_id = answer["message"]["tool_calls"][0]["id"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiny
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -284,7 +285,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=examples(5, 12), deadline=None, derandomize=True)
 @given(first=NUMBERS, steps=st.lists(STEPS, min_size=12, max_size=20))
 def test_an_answer_is_of_the_version_that_was_promised(
     folder: Path, engine: LocalAsyncEngine, specs: list[AdapterSpec], first: int, steps: list[tuple[Any, ...]]

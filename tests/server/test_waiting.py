@@ -18,6 +18,7 @@ from test_live_server import connect, request_bytes
 
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import InvalidRequestError
+from loraplex.core.tenants import NOBODY, Caller, TenantPolicy
 from loraplex.server.body import BodyLimits
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import Refused, WaitingBook, WaitingLimits, WaitingTicket
@@ -71,6 +72,26 @@ def test_what_finds_the_queue_full_is_refused_and_not_counted(limits: dict[str, 
         admit(book, [[1] * 4])
     assert (caught.value.kind, caught.value.retry_after_s) == (kind, 1)
     assert (book.num_requests, book.num_tokens, book.num_refused.total()) == (2, 8, 1)
+
+
+@pytest.mark.parametrize("tenants", [(), ("acme",), ("acme", "globex")])
+def test_a_full_queue_does_not_tell_a_tenant_how_many_wait(tenants: tuple[str, ...]) -> None:
+    book = book_of(max_requests=40)
+    book.set_tenants([TenantPolicy(name=name) for name in tenants])
+    caller = Caller(tenant="acme") if tenants else NOBODY
+    message = ""
+    while not message:
+        try:
+            book.admit(1, caller=caller)
+        except QueueFullError as error:
+            message = str(error)
+    assert book.num_requests == (30 if len(tenants) == 2 else 40)
+    full = {
+        0: "40 requests wait and at most 40 may",
+        1: "at most 40 requests may wait",
+        2: "at most 40 requests may wait, and the places left are kept for other tenants",
+    }[len(tenants)]
+    assert message == f"the server's queue is full: {full}; try again in 1 s"
 
 
 def test_a_call_that_never_fits_says_which_option_to_raise() -> None:

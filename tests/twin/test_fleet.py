@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import imagined_machine, random_workload
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.controller import Controller, Planner
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.migration.migrate import MigrationView, Migrator
@@ -116,7 +116,7 @@ def simulate(
         costs=StepSetCosts(machine, rank_bytes=engines.rank_bytes),
         moves=Moves(),
     )
-    adapters = AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes)
+    adapters = AdapterSizes.of(ranks=engines.ranks, num_bytes=engines.sizes)
     controller = Controller(
         adapters=adapters,
         view=view,

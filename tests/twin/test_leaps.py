@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from twins import COSTS, own_twin, random_workload, slot_twin
@@ -42,7 +43,9 @@ OWN_ENGINES = st.fixed_dictionaries(
         "padded": st.booleans(),
     }
 )
-QUICK = settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICK = settings(
+    max_examples=examples(15, 50), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 """Shrinking a workload takes minutes and makes it no clearer."""
 RATES = st.sampled_from([1.0, 5.0, 20.0, 100.0])
 

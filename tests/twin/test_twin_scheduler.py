@@ -85,7 +85,7 @@ def test_landing_decides_and_reports_what_updates_do(
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("max_running", [2, 8])
 def test_lines_of_batches_give_way_alike(num_ahead: int, max_running: int) -> None:
-    """For a place with two running requests, for memory with eight."""
+    """With two running requests they give way for a place, with eight for memory."""
     kinds = (QuickScheduler, TwinScheduler)
     quick, own = (make_scheduler(each, keeps_contents=False, max_running=max_running) for each in kinds)
     line = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -76,8 +76,8 @@ class _SharedBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSeats:
-    """For each row, whether its token is the one in its seat, and the seat; for each logit row, the seat that
-    its token is written to."""
+    """The seats of a step: of each row, and whether its token is the one in it; of each logit row, the seat
+    that its token is written to."""
 
     follows: Sequence[bool]
     rows: Sequence[int]

@@ -49,7 +49,7 @@ class TokenChoice:
         """Requests whose grammars have not read their last token, which was chosen on the device. By their
         states too: another request may have the id of one that has ended."""
         self._last: tuple[Mapping[str, int], torch.Tensor, Moment] | None = None
-        """Where the host finds the tokens of the last step, by request, and when."""
+        """The tokens of the last step on the host: their places by request, and when they are there."""
 
     def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
         self.states[request.request_id] = SamplingState(request, grammar)

@@ -77,7 +77,7 @@ class ParallelExecutor:
     def begin(self, request: EngineRequest, grammar: AnswerGrammar | None = None) -> None:
         params = request.params
         if params.seed is None:  # chosen here, so that all shards sample the same tokens
-            request = replace(request, params=replace(params, seed=secrets.randbits(63)))
+            request = replace(request, params=params.changed(seed=secrets.randbits(63)))
         self._everywhere("begin", request, grammar)
 
     def preempt(self, request_id: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.plan import Plan
 
 
@@ -19,7 +19,7 @@ class PlacementProblem:
     """A fleet of identical replicas to place adapters on. Problems that no policy can solve are refused
     here."""
 
-    adapters: AdapterTable
+    adapters: AdapterSizes
     num_replicas: int
     demand: FloatArray
     """Expected tokens/s of each adapter in the next period, prompt and output."""

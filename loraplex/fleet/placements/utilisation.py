@@ -9,12 +9,12 @@ import numpy as np
 from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan
 
 
-def operating_point_of_each(adapters: AdapterTable, operating_points: Mapping[int, float]) -> FloatArray:
+def operating_point_of_each(adapters: AdapterSizes, operating_points: Mapping[int, float]) -> FloatArray:
     """Return the operating point of each adapter's rank. Raises UserError if one is missing or invalid."""
     points = np.empty(len(adapters))
     for rank in np.unique(adapters.ranks).tolist():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.planner.demand import AdapterDemand, Demand
@@ -54,7 +54,7 @@ class DLoraPacking:
         ranks = [each.rank for each in demand.adapters]
         held = [largest.rank] * len(ranks) if self.has_slots else ranks
         return PlacementProblem(
-            adapters=AdapterTable.of(ranks=ranks, num_bytes=[self.memory_of_rank(each) for each in held]),
+            adapters=AdapterSizes.of(ranks=ranks, num_bytes=[self.memory_of_rank(each) for each in held]),
             num_replicas=num_gpus,
             demand=np.array([demand.offered_tok_s([each]) for each in demand.adapters]),
             device_bytes=self.memory,

@@ -50,7 +50,7 @@ class EndPace(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """When first come, first served would admit a request: after so many admissions. `num_given_up`: requests
+    """The turn of a request by first come, first served: after so many admissions. `num_given_up`: requests
     that had been given up before it arrived."""
 
     num_before: int

@@ -2,10 +2,11 @@
 
 A request that pauses for a step of `w` seconds ends that much later than if it had run, and whoever waits for
 its place gets it that much later. One that runs merged instead, where a step of all requests would take `u`
-seconds, ends `u - w` sooner. By how much a place is behind, or ahead, goes on to the next request on it:
+seconds, ends `u - w` sooner. What a place is behind goes on to the next request on it. What it is ahead does
+not: of few places, one that is ahead would let others wait for long.
 
-    place 1   [ a: paused for 0.2 s  ][ c: 0.2 s behind from its first step on       ]
-    place 2   [ b: ran merged ][ d: 0.3 s ahead, so it may pause for that long       ]
+    place 1   [ a: paused for 0.2 s  ][ c: 0.2 s behind from its first step on ]
+    place 2   [ b: ran merged ][ d: neither behind nor ahead                   ]
 
 A request that waits takes whichever place is free first. So it is never later than the place that is furthest
 behind. Of many places a mean is enough: at any time about `sum of lags / (places * gap)` ends are missing,
@@ -38,7 +39,7 @@ class PlaceLags:
 
     def place(self, requests: Iterable[RequestState], now_s: float, *, any_waits: bool) -> None:
         """Record which requests have places, and hand on the lags of those that became free. No request is
-        behind, or ahead, by more than it has waited. `any_waits`: whether others wait for a place."""
+        behind by more than it has waited. `any_waits`: whether others wait for a place."""
         before, self._placed = self._placed, dict.fromkeys(requests)
         for each in before:
             if each not in self._placed:

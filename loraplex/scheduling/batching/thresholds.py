@@ -30,7 +30,7 @@ class Tuning(StrEnum):
     PAPER = "paper"
     """The one that the engine waits to cross: alpha after unmerged steps, beta after merged ones."""
     ARTIFACT = "artifact"
-    """As in dLoRA's published code: the other one, and every change of the adapter that would be merged
+    """The rule of dLoRA's published code: the other one, and every change of the adapter that would be merged
     counts as a merge."""
 
 

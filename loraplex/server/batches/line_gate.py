@@ -1,6 +1,6 @@
 """Decides when the next line of a batch may start: the engine always has work, and live requests a free way.
 
-Lines are sent while few requests wait for their first token, whoever sent them. So as many run as the engine
+Lines are sent while few requests wait for their first token, live or of a batch. So as many run as the engine
 takes, a queue of live requests stops further lines, and the limits on waiting requests are never reached. In
 the engine's queue, lines come after all live requests, and give way to them (`core.tenants.BATCH_PRIORITY`).
 """

@@ -54,7 +54,8 @@ class BatchRunner:
                 for stored in await self._look(self._open_batches) or ():
                     self._start(stored)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _SCAN_S)
+                    async with asyncio.timeout(_SCAN_S):  # unlike wait_for, which may swallow a cancellation
+                        await self._wake.wait()
         finally:
             self._store.listeners.remove(self._on_change)
             tasks = [task for _, task in self._runs.values()]

@@ -62,7 +62,7 @@ class _Inlet(BaseProtocol):
         self._has_room.set()
 
     async def feed(self, parts: AsyncIterator[bytes], *, idle_timeout_s: float, max_bytes: int) -> None:
-        """Feed the request's body to the parser. Its errors reach whoever reads the stream."""
+        """Feed the request's body to the parser. Its errors reach the reader of the stream."""
         num_bytes = 0
         try:
             while True:

@@ -30,12 +30,20 @@ _HOST_KV_BUDGET: Final = "loraplex:host_kv_budget_bytes"
 _SWAPPED_OUT: Final = "loraplex:kv_blocks_swapped_out_total"
 _SWAPPED_IN: Final = "loraplex:kv_blocks_swapped_in_total"
 _HOST_KV_HITS: Final = "loraplex:host_kv_hits_total"
+_MERGED: Final = "loraplex:merged"
+_MERGED_STEPS: Final = "loraplex:merged_steps_total"
+_MERGES: Final = "loraplex:merges_total"
+_SWITCHES: Final = "loraplex:batching_switches_total"
+_PAUSES: Final = "loraplex:pauses_total"
+_STEP_ADAPTERS: Final = "loraplex:step_adapters_total"
+_OWED_CREDIT: Final = "loraplex:owed_credit_seconds"
 _RESIDENT: Final = "loraplex:adapter_resident"
 _LOADS: Final = "loraplex:adapter_loads_total"
 _WANTED: Final = (
     _RUNNING, _WAITING, _KV_USAGE, _KV_SIZE, _QUERIES, _HITS, _PREEMPTIONS, _STEPS,
     _HOST_BYTES, _HOST_BUDGET, _DEVICE_BYTES, _ARENA_BYTES, _RESIDENT, _LOADS,
     _HOST_KV_BYTES, _HOST_KV_BUDGET, _SWAPPED_OUT, _SWAPPED_IN, _HOST_KV_HITS,
+    _MERGED, _MERGED_STEPS, _MERGES, _SWITCHES, _PAUSES, _STEP_ADAPTERS, _OWED_CREDIT,
 )  # fmt: skip
 
 
@@ -74,6 +82,13 @@ def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
         kv_blocks_swapped_out=total(_SWAPPED_OUT),
         kv_blocks_swapped_in=total(_SWAPPED_IN),
         host_kv_hits=total(_HOST_KV_HITS),
+        is_merged=total(_MERGED),
+        num_merged_steps=total(_MERGED_STEPS),
+        num_merges=total(_MERGES),
+        num_switches=total(_SWITCHES),
+        num_pauses=total(_PAUSES),
+        num_step_adapters=total(_STEP_ADAPTERS),
+        owed_credit_s=sum(sample.value for sample in samples[_OWED_CREDIT]),
         adapters=tuple(
             AdapterStats(
                 version=version,

@@ -103,8 +103,7 @@ class FleetEngine:
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
             costs=infos[0].costs,
-            cold_start=infos[0].cold_start,
-            cpu_workers=infos[0].cpu_workers,
+            policy=infos[0].policy,
         )
         began = Began(
             policy=setup.policy.name,

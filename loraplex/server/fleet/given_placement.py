@@ -138,6 +138,7 @@ class GivenPlacement:
             rows.append(
                 PlacedAdapterInfo(
                     name=adapter.name,
+                    version=adapter.version,
                     rank=adapter.spec.max_rank,
                     bytes=fleet.num_bytes(adapter.version),
                     replicas=None if placed is None else list(placed.replicas),

@@ -75,7 +75,7 @@ class HttpReplica:
             on_trouble=watch.doubt,
         )
         self.failed = asyncio.Event()
-        """Never set: the server is restarted by whoever started it."""
+        """Never set: the server is restarted by its operator."""
 
     @property
     def url(self) -> str:

@@ -11,9 +11,10 @@ import msgspec
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.continuation import request_id_of
+from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
-from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.first_token import forecast
@@ -412,8 +413,7 @@ class LiveRouting:
             return None
         return TwinSubject(
             costs=replica.costs,
-            cold_start=replica.cold_start,
-            cpu_workers=replica.cpu_workers,
+            policy=replica.policy or EnginePolicy(),
             max_running=int(self.view.load.max_running.min()),
             rank_params=sum(self._bytes) / self._costs.subject.element_bytes / max(sum(self._ranks), 1),
             recent=recent,
@@ -477,7 +477,7 @@ class LiveRouting:
         if num_given < len(self._ranks):
             rank_bytes = sum(self._bytes) / sum(self._ranks)
             self.view.costs = StepSetCosts(self._costs, rank_bytes=rank_bytes)
-            added = AdapterTable.of(ranks=self._ranks[num_given:], num_bytes=self._bytes[num_given:])
+            added = AdapterSizes.of(ranks=self._ranks[num_given:], num_bytes=self._bytes[num_given:])
             self._controller.add_adapters(added)
         return self._controller
 

@@ -157,7 +157,7 @@ class RayChild(EngineHandle):
             event = Failed(ErrorInfo(kind=error.kind, message=message, param=error.param))
         super()._note(event)
 
-    def _was_told_why(self) -> None:
+    def _on_failure_reported(self) -> None:
         """Report the end without waiting for the exit, which follows by itself: this process cannot close its
         stdin. The actor starts no other engine process before that."""
         if self._seat is not None and self._failure is not None:

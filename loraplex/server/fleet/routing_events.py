@@ -1,8 +1,8 @@
 """Everything that the routing of a fleet depends on, as events: what happened, in order, and what was
 decided.
 
-A router decides by what it was told before, so the same events lead to the same decisions again: in `fleet
-explain`, and in tests.
+A router decides by what was reported to it before, so the same events lead to the same decisions again: in
+`fleet explain`, and in tests.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ NEW ──start()──▶ STARTING ──▶ READY ◀────────�
 A server that is READY but drops requests, or completes none, is shown as UNREACHABLE as well
 (`dropped_requests`).
 
-The server is restarted by whoever started it: the watch waits for it as long as it takes, so it never enters
+The server is restarted by its operator: the watch waits for it as long as it takes, so it never enters
 FAILED after the start.
 """
 

@@ -55,18 +55,24 @@ class Link:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = True
+        # A connection that the other side refused, because its keys differ, cannot take anything any more.
+        self._socket.sndtimeo = round(stall_s * 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         self._socket.curve_serverkey = self._socket.curve_publickey = keys.public.encode(KEY_ENCODING)
         self._socket.curve_secretkey = keys.secret.encode(KEY_ENCODING)
         self._socket.connect(address)
 
     def ask(self, key: SlabKey, begin: int, end: int) -> None:
-        self._socket.send(encode(Ask(key.version, key.layout, begin, end)))
+        """Send a question. Raises NoAnswerError if nobody takes it."""
+        try:
+            self._socket.send(encode(Ask(key.version, key.layout, begin, end)))
+        except zmq.Again as error:
+            raise self._no_answer() from error
 
     def answer(self) -> tuple[Answer, memoryview]:
         """Return the next answer and its bytes. Raises CopyError if there is none, or an invalid one."""
         if not self._socket.poll(int(self._stall_s * 1000)):
-            raise NoAnswerError(f"it did not answer for {self._stall_s:g} s")
+            raise self._no_answer()
         frames = self._socket.recv_multipart(copy=False)
         try:
             answer = decode_answer(frames[0].buffer)
@@ -77,6 +83,9 @@ class Link:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _no_answer(self) -> NoAnswerError:
+        return NoAnswerError(f"it did not answer for {self._stall_s:g} s")
 
 
 class SlabCopy:

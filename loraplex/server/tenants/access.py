@@ -84,7 +84,7 @@ class Access:
         tpt_s = policy.slo_tpt if tpt_s is None else tpt_s
         if ttft_s is None and tpt_s is None:
             return None
-        return Objective(ttft_s, tpt_s, self.account.num_reached)
+        return Objective(ttft_s, tpt_s, (self.account.num_reached,))
 
     def uses(self, adapter: str) -> bool:
         """Return whether it may send requests to an adapter."""

@@ -47,7 +47,7 @@ class OverQuota(StrEnum):
 
 class Account:
     """The use of one tenant since the start. `num_refused`: requests refused with 429 for a limit;
-    `num_reached`: requests by what became of their objectives."""
+    `num_reached`: requests with an objective, by target and whether they reached it."""
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._clock = clock

@@ -1,8 +1,12 @@
-"""Counts how many requests of a tenant reach their objectives: the adapter's, or else the tenant's."""
+"""Count how many requests reach their objectives: those of their adapter, or else of their tenant.
+
+They are counted twice, by tenant and by adapter.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,11 +26,15 @@ class Reached(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The targets of one request, in seconds; None for none. `counts`: what became of those of its tenant."""
+    """The targets of one request, in seconds; None for none. `counts`: the counters that it belongs to."""
 
     ttft_s: float | None
     tpt_s: float | None
-    counts: Counter[Reached]
+    counts: tuple[Counter[Reached], ...]
+
+    def counted_in(self, counter: Counter[Reached]) -> Objective:
+        """Return the same targets, of a request that belongs to this counter as well."""
+        return self._replace(counts=(*self.counts, counter))
 
     def first_token(self, seconds: float) -> None:
         """Record the time to the first token; infinity if there was none."""
@@ -38,4 +46,12 @@ class Objective(NamedTuple):
 
     def _count(self, target: Target, limit_s: float | None, seconds: float) -> None:
         if limit_s is not None:
-            self.counts[Reached(target, seconds <= limit_s)] += 1
+            for counter in self.counts:
+                counter[Reached(target, seconds <= limit_s)] += 1
+
+
+def attainment(counter: Counter[Reached]) -> Iterator[tuple[Target, str, int]]:
+    """Yield every target and result, in the words of /metrics, and the number of requests with them."""
+    for target in Target:
+        for result, is_attained in (("attained", True), ("missed", False)):
+            yield target, result, counter[Reached(target, is_attained)]

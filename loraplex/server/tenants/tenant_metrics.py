@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from loraplex.server.tenants.account import Account, OverQuota
-from loraplex.server.tenants.objective import Reached, Target
+from loraplex.server.tenants.objective import attainment
 from loraplex.server.tenants.tenants import Tenants
 from loraplex.server.waiting import WaitingBook
 
@@ -51,11 +51,9 @@ def render_tenants(tenants: Tenants | None, waiting: WaitingBook, *, only: str |
             "counter",
             "Requests by target (time to the first token, for each later token) and whether they reached it",
             "".join(
-                f'{reached}{{result="{result}",target="{target}",tenant="{tenant}"}} '
-                f"{account.num_reached[Reached(target, is_attained)]}\n"
+                f'{reached}{{result="{result}",target="{target}",tenant="{tenant}"}} {count}\n'
                 for tenant, account in accounts.items()
-                for target in Target
-                for result, is_attained in (("attained", True), ("missed", False))
+                for target, result, count in attainment(account.num_reached)
             ),
         ),
         family(

@@ -37,15 +37,15 @@ class TenantsWatch:
         text = read_text(path)
         self._text: str | None = text
         self.tenants = Tenants(_tenants_of(text, path), clock)
-        self._told: list[Callable[[Sequence[TenantPolicy]], None]] = []
+        self._listeners: list[Callable[[Sequence[TenantPolicy]], None]] = []
 
-    def tell(self, listener: Callable[[Sequence[TenantPolicy]], None]) -> None:
+    def subscribe(self, listener: Callable[[Sequence[TenantPolicy]], None]) -> None:
         """Call `listener` now and after each change, with what decisions about requests depend on."""
-        self._told.append(listener)
+        self._listeners.append(listener)
         listener(self.tenants.policies())
 
     async def run(self) -> None:
-        """Watch until cancelled, whatever happens: a defect must not end it unseen."""
+        """Watch until cancelled. A defect is logged, and ends nothing."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             try:
@@ -75,7 +75,7 @@ class TenantsWatch:
         self.tenants.trouble = None
         logger.info("the tenants file has changed and is in force: %s", _words(file))
         policies = self.tenants.policies()
-        for listener in self._told:
+        for listener in self._listeners:
             try:
                 listener(policies)
             except Exception:

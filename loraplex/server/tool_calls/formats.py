@@ -42,6 +42,11 @@ MARKS: Final = {
 }
 
 
+def knows_tools(template: str) -> bool:
+    """Return whether a template renders tools at all."""
+    return "tools" in template
+
+
 def format_of_template(template: str) -> ToolFormat | None:
     """Return the format that a template writes the calls of its history in; None if it is none of these."""
     if MARKS[ToolFormat.HERMES].begin in template and "<function=" not in template:

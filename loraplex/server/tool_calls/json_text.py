@@ -9,7 +9,7 @@ SPACES: Final = " \t\r\n"
 
 
 class Place(Enum):
-    """Where a character is, seen from the value that is being read."""
+    """The place of a character, seen from the value that is being read."""
 
     BEFORE = auto()
     INSIDE = auto()

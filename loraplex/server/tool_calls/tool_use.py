@@ -11,11 +11,12 @@ import msgspec
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import OutputKind, StructuredOutput
+from loraplex.engine.tool_traits import ToolTraits
 from loraplex.server.answer_reader import CallReading
 from loraplex.server.chat_options import ChatOptions
 from loraplex.server.tool_calls.call_grammar import CallGrammar, Thinking, argument_schema, json_schema
 from loraplex.server.tool_calls.definitions import NamedChoice, Tool, ToolChoice
-from loraplex.server.tool_calls.formats import MARKS, NAME_MARK, ToolFormat
+from loraplex.server.tool_calls.formats import MARKS, NAME_MARK, ToolFormat, knows_tools
 
 _MAX_BYTES: Final = 2**18
 """Most bytes of all tools as JSON."""
@@ -25,7 +26,8 @@ _ANY_OBJECT: Final = '{"type": "object"}'
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
     """The tools of one request. `forced`: those of which one must be called; None if the model chooses.
-    `is_strict`: calls follow their schemas even then. `is_single`: at most one call is reported."""
+    `is_strict`: calls follow their schemas even then. `is_single`: at most one call is reported.
+    `needs_descriptions`: the chat template renders no tool without a description."""
 
     tools: Sequence[Tool]
     tool_format: ToolFormat
@@ -33,6 +35,7 @@ class ToolUse:
     is_strict: bool
     is_single: bool
     uses_name_marks: bool
+    needs_descriptions: bool
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +45,7 @@ class ToolUse:
     @property
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
-        return [_for_template(tool) for tool in self.tools]
+        return [self._for_template(tool) for tool in self.tools]
 
     @property
     def reading(self) -> CallReading:
@@ -102,6 +105,20 @@ class ToolUse:
             ) from None
         return replace(params, structured_output=StructuredOutput(OutputKind.GRAMMAR, grammar, param="tools"))
 
+    def _for_template(self, tool: Tool) -> dict[str, Any]:
+        function = tool.function
+        description = function.description
+        if description is None and self.needs_descriptions:
+            description = ""
+        described = {} if description is None else {"description": description}
+        parameters = function.parameters
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}}
+        return {
+            "type": "function",
+            "function": {"name": function.name, **described, "parameters": parameters},
+        }
+
     @property
     def _with_grammar(self) -> Sequence[Tool]:
         """The tools that a grammar is needed for."""
@@ -116,10 +133,11 @@ def tool_use(
     *,
     is_parallel: bool,
     template: str,
+    traits: ToolTraits,
     options: ChatOptions,
 ) -> ToolUse | None:
     """Return how the tools are used; None if none may be called. Raises InvalidRequestError for what cannot
-    be done. `template`: the source of the chat template."""
+    be done. `template`: the source of the chat template; `traits`: what it does with tools."""
     if not tools:
         if choice in (None, "none", "auto"):
             return None
@@ -143,8 +161,9 @@ def tool_use(
         tool_format=_format(template, options),
         forced=forced,
         is_strict=any(tool.function.strict for tool in tools),
-        is_single=isinstance(choice, NamedChoice) or not is_parallel,
+        is_single=isinstance(choice, NamedChoice) or not is_parallel or not traits.shows_many_calls,
         uses_name_marks=NAME_MARK in template,
+        needs_descriptions=traits.needs_descriptions,
     )
 
 
@@ -170,7 +189,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
 
 
 def _format(template: str, options: ChatOptions) -> ToolFormat:
-    if "tools" not in template:
+    if not knows_tools(template):
         raise InvalidRequestError(
             "this model's chat template does not know tools: leave them out, or put a template that knows "
             "them into the model's folder as chat_template.jinja",
@@ -185,13 +204,6 @@ def _format(template: str, options: ChatOptions) -> ToolFormat:
             param="tools",
         )
     return found
-
-
-def _for_template(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    described = {} if function.description is None else {"description": function.description}
-    parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
-    return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
 
 
 def _schema_of_answer(wanted: StructuredOutput) -> str:

@@ -335,7 +335,7 @@ def test_a_request_cancelled_during_the_copy_leaves_nothing_held(monkeypatch: py
 
 
 def test_what_a_step_was_told_is_kept_until_the_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no flight is kept either, as in the processes of other shards."""
+    """No flight is kept here either, as in the processes of other shards."""
     told = []
     fill = StepRunner._fill
 

@@ -32,8 +32,6 @@ from loraplex.engine.executor import LoadOrder
 from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.scheduling.start_policy import StartPolicy
 
-pytestmark = pytest.mark.slow
-
 SPECS = [
     *random_specs("q", "tiny", num_adapters=1, ranks=[5], modules="q"),
     *random_specs("many", "tiny", num_adapters=1, ranks=[8], modules="q,v,down"),
@@ -47,8 +45,8 @@ class Submissions:
         self.found: list[tuple[CpuAssist, AssistedTasks]] = []
         self.before_first: Callable[[], None] = lambda: None
         self.tasks_before_copies: int | None = 1
-        """How many groups of a submission workers do before the copies that it does not wait for go on; None
-        for copies that do not wait for workers."""
+        """Number of groups of a submission that workers do before the copies that it does not wait for go on;
+        None for copies that do not wait for workers."""
 
     @property
     def num_tasks(self) -> int:
@@ -104,7 +102,7 @@ class HeldBus(Bus):
 
 
 class HeldMoment(Moment):
-    """When a copy is complete."""
+    """The moment when a copy is complete."""
 
     def __init__(self, ticket_1: torch.Tensor, number: int) -> None:
         super().__init__(torch.device("cpu"))
@@ -205,11 +203,14 @@ def test_texts_are_those_of_the_device(
 @pytest.mark.parametrize(
     ("tasks_before_copies", "num_computed"),
     [
-        (None, 0),  # everything has arrived when the first layer is reached
-        (1, 1),  # the second group of the first layer has
+        # Everything has arrived when the first layer is reached.
+        pytest.param(None, 0, marks=pytest.mark.slow),
+        # The second group of the first layer has.
+        pytest.param(1, 1, marks=pytest.mark.slow),
         (2, 2),  # the second layer has
-        (3, 3),
-        (4, 4),  # nothing has before the last task is done
+        pytest.param(3, 3, marks=pytest.mark.slow),
+        # Nothing has before the last task is done.
+        pytest.param(4, 4, marks=pytest.mark.slow),
     ],
 )
 def test_each_layer_is_computed_where_its_weights_are_when_it_is_reached(
@@ -231,6 +232,7 @@ def test_each_layer_is_computed_where_its_weights_are_when_it_is_reached(
     assert submissions.num_computed == num_computed
 
 
+@pytest.mark.slow
 def test_two_prompts_of_one_step_have_tasks_of_their_own(
     assisted: Engine, submissions: Submissions, expected: dict[str, list[int]]
 ) -> None:
@@ -245,6 +247,7 @@ def test_two_prompts_of_one_step_have_tasks_of_their_own(
     assert submissions.num_computed == 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
 def test_graphs_are_replayed_with_workers_as_without(
     recorder: RunAgain, submissions: Submissions, expected: dict[str, list[int]]
@@ -260,6 +263,7 @@ def test_graphs_are_replayed_with_workers_as_without(
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_workers_assist_with_no_step_that_would_run_kernel_by_kernel(
     recorder: RunAgain, submissions: Submissions, expected: dict[str, list[int]]
@@ -273,6 +277,7 @@ def test_workers_assist_with_no_step_that_would_run_kernel_by_kernel(
     engine.close()
 
 
+@pytest.mark.slow
 def test_no_layers_are_planned_for_workers_that_are_still_starting(
     submissions: Submissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +306,7 @@ def all_copied(engine: Engine) -> None:
     store._bus.moment().hold_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_lost_is_not_noticed(
     assisted: Engine, submissions: Submissions, expected: dict[str, list[int]], how: signal.Signals
@@ -316,6 +322,7 @@ def test_a_worker_that_is_lost_is_not_noticed(
     assert pid not in pool_of(assisted).pids.values()
 
 
+@pytest.mark.slow
 def test_what_workers_have_no_time_for_is_done_on_the_device(
     assisted: Engine,
     submissions: Submissions,
@@ -331,6 +338,7 @@ def test_what_workers_have_no_time_for_is_done_on_the_device(
     assert not submissions.found
 
 
+@pytest.mark.slow
 def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
     assisted: Engine, submissions: Submissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +364,7 @@ def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
     assert assisted.stats().host_adapter_bytes < held
 
 
+@pytest.mark.slow
 def test_a_decoding_row_waits_for_the_adapter_that_workers_help_a_prompt_with(
     assisted: Engine, submissions: Submissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +386,7 @@ def test_a_decoding_row_waits_for_the_adapter_that_workers_help_a_prompt_with(
     assert submissions.num_computed == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(**options: object) -> AssistPool:
         raise CapacityError("no shared memory is left")
@@ -409,26 +419,30 @@ def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> No
     assert planned == [[20, 30, 40, 50], [40, 50]]
 
 
-def logprobs(cold_start: ColdStart) -> list[float]:
-    """Return those of the likeliest tokens after one prompt, on an adapter that is not on the device."""
+def answer(cold_start: ColdStart) -> tuple[list[int], list[float]]:
+    """Return an answer's tokens, and the log-probabilities of the likeliest ones, on an adapter that is not
+    on the device."""
     engine = engine_of(cold_start)
     request = greedy("a", SPECS[1].version, tokens=2)
     engine.add_request(replace(request, params=replace(request.params, logprobs=5)))
-    found = run_to_end(engine)["a"].logprobs
+    found = run_to_end(engine)["a"]
     engine.close()
-    return [value for at in found for _, value in (*at.top, (0, at.logprob))]
+    return found.token_ids, [value for at in found.logprobs for _, value in (*at.top, (0, at.logprob))]
 
 
-def test_every_way_to_start_has_the_same_logits(submissions: Submissions) -> None:
+def test_every_way_to_start_has_the_same_text_and_logits(submissions: Submissions) -> None:
     submissions.tasks_before_copies = None
-    warm = logprobs(ColdStart.CACHED)
-    for same in (ColdStart.ON_DEMAND, ColdStart.OVERLAP, ColdStart.PIPELINED, ColdStart.AUTO):
-        assert logprobs(same) == warm
+    warm = answer(ColdStart.CACHED)
+    others = [each for each in ColdStart if each not in (ColdStart.CACHED, ColdStart.CPU_ASSIST)]
+    assert [answer(each) for each in others] == [warm] * len(others)
     submissions.tasks_before_copies = 2
-    assert logprobs(ColdStart.CPU_ASSIST) == pytest.approx(warm, abs=1e-5)
+    token_ids, logprobs = answer(ColdStart.CPU_ASSIST)
+    assert token_ids == warm[0]
+    assert logprobs == pytest.approx(warm[1], abs=1e-5)
     assert submissions.num_computed == 2
 
 
+@pytest.mark.slow
 def test_without_workers_nothing_is_assisted(
     submissions: Submissions, expected: dict[str, list[int]]
 ) -> None:

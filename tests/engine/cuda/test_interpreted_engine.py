@@ -125,7 +125,7 @@ class OutOfMemory:
 
 
 def get_ready(engine: Engine) -> None:
-    """As the engine process does before it takes requests."""
+    """Prepare, as the engine process does before it takes requests."""
     while engine.num_required > 0:
         assert engine.prepare()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cuda_engines import BLOCK_SIZE, CONFIG, SHAPE, fill_slab, interpreted, weights
 from driving import Finished, run_to_end, step
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -272,7 +273,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6, 40), deadline=None)
 @given(
     requests=REQUESTS,
     num_blocks=st.integers(8, 16),

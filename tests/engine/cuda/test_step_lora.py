@@ -1,4 +1,4 @@
-"""When decoding rows share reads of an adapter's weights."""
+"""Decoding rows share reads of an adapter's weights where that pays."""
 
 from __future__ import annotations
 

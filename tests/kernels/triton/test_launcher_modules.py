@@ -15,7 +15,7 @@ NAME = "a_launcher_of_this_test"
 
 
 def load_again(name: str, path: str) -> ModuleType:
-    """As Python loads a compiled module that it knows: into the object that has the name."""
+    """Load a compiled module as Python does one that it knows: into the object that has the name."""
     module = sys.modules.setdefault(name, ModuleType(name))
     module.__dict__["launch"] = lambda: path
     return module

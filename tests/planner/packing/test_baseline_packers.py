@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_problems import CapacityJudge, check_holds_once, demand_of, demands, judges
 
-from loraplex.planner.demand import Demand, PlanError
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.packing.dlora import DLoraPacking
 from loraplex.planner.packing.judged import Judged
 from loraplex.planner.packing.least_gpus import least_gpus
@@ -91,6 +91,14 @@ def test_dlora_holds_every_adapter_and_its_copies_sum_to_the_rate(
     for adapter in demand.adapters:
         assert whole[adapter.name].rank == adapter.rank
         assert whole[adapter.name].rate_rps == pytest.approx(adapter.rate_rps)
+    largest = max((each.rank for each in demand.adapters), default=0)
+
+    def taken(adapters: tuple[AdapterDemand, ...]) -> int:
+        return sum(largest if has_slots else each.rank for each in adapters)
+
+    # Where first copies exceed the memory they are divided evenly, and there are no others.
+    most = max(memory, taken(demand.adapters) / num_gpus + largest)
+    assert all(taken(plan.adapters) <= most for plan in plans)
     for plan in plans:
         names = [each.name for each in plan.adapters]
         assert len(set(names)) == len(names) > 0
@@ -102,7 +110,7 @@ def test_dlora_refuses_an_adapter_larger_than_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("packer", [dlora(), RandomPacking(seed=0)], ids=["dlora", "random"])
-def test_the_least_gpus_of_a_packer_that_asks_nobody_are_judged(packer: Packer) -> None:
+def test_the_least_gpus_of_a_packer_without_a_judge_are_judged(packer: Packer) -> None:
     judge = CapacityJudge(capacity_tok_s=650, cost_of_slot=0, cost_of_waiting=0)
     plans = least_gpus(Judged(packer=packer, judge=judge), FOUR_ADAPTERS, 8)
     assert not any(judge.judge(each.adapters, each.num_slots).is_starved for each in plans)

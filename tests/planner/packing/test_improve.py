@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packing_problems import (
+    RANKS,
+    RATES,
     CapacityJudge,
     check_good,
     check_holds_once,
@@ -144,15 +147,35 @@ def test_a_random_plan_becomes_good_and_judgements_are_bounded(
     assert improved == improve(repaired, demand, judge, most_judgements=most_judgements)
 
 
-@given(demands(6), judges(), st.booleans())
+@given(demands(6), judges(), st.integers(1, 6), st.booleans())
 def test_tiny_demands_need_about_as_many_gpus_as_by_brute_force(
-    demand: Demand, judge: CapacityJudge, has_slots: bool
+    demand: Demand, judge: CapacityJudge, num_gpus: int, has_slots: bool
 ) -> None:
     fewest = fewest_gpus(demand, judge, has_slots=has_slots)
+    by_chance = RandomPacking(seed=0, has_slots=has_slots).pack(demand, num_gpus)
+    by_chance = tuple(replace(each, num_slots=8 if has_slots else None) for each in by_chance)
     try:
         greedy = MaxPack(judge=judge, has_slots=has_slots).pack(demand, 6)
+        improved = improve(greedy, demand, judge)
+        repaired = improve(by_chance, demand, judge, most_judgements=0)
     except PlanError:
+        assert fewest is None
         return
-    improved = improve(greedy, demand, judge)
     assert fewest is not None
     assert fewest <= len(improved) <= min(len(greedy), fewest + 1)
+    assert fewest <= len(repaired)
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_most_tiny_demands_need_no_more_gpus_than_by_brute_force(has_slots: bool) -> None:
+    rng = np.random.default_rng(0)
+    excess = []
+    for _ in range(200):
+        pairs = [(int(rng.choice(RANKS)), float(rng.choice(RATES))) for _ in range(rng.integers(1, 7))]
+        demand = demand_of(*pairs)
+        judge = CapacityJudge(capacity_tok_s=float(rng.choice([300, 400, 700])))
+        fewest = fewest_gpus(demand, judge, has_slots=has_slots)
+        assert fewest is not None
+        greedy = MaxPack(judge=judge, has_slots=has_slots).pack(demand, 6)
+        excess.append(len(improve(greedy, demand, judge)) - fewest)
+    assert excess.count(0) / len(excess) > 0.95

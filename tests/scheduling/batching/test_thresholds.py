@@ -46,7 +46,7 @@ def test_after_merged_steps_beta_is_tuned(merged_s: float, beta: float) -> None:
 
 
 def test_the_cost_of_merging_counts_once_a_period() -> None:
-    """As many requests a second, but for the merge."""
+    """Both have as many requests a second, but for the merge."""
     thresholds = AdaptiveThresholds(alpha=0.8, beta=0.5)
     run_period(thresholds, is_merged=False, merged_s=1.0 - SWITCH_S / PERIOD_STEPS / 2)
     assert thresholds.alpha == pytest.approx(0.8 * 1.1), "slower with the merge"

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine_fleets import costs
 from fake_replicas import FakeReplica
 from server_fixtures import Api
-from tenant_reader import NAMES, all_answers, as_tenant, check_answers, tenants_file
+from tenant_reader import NAMES, Reader, as_tenant, check_answers, tenants_file
 
 from loraplex.fleet.policy import Policy
 from loraplex.server.fleet.fleet_engine import FleetEngine
@@ -36,7 +36,7 @@ def test_no_answer_about_a_fleet_names_anything_of_another_tenant(
             api.run(fleet.add_adapter(spec))
         shown = api.get("/v1/fleet/placement", headers=as_tenant("ops"))
         assert "globex-secret" in shown.text, "there is something to hide"
-        answers = all_answers(api, "acme", tmp_path, lambda path: path.startswith(PATHS))
+        answers = Reader(api, "acme", tmp_path).ask_all(lambda path: path.startswith(PATHS))
         check_answers(answers)
         asked = {
             (answer.request.method, answer.request.url.path): answer.status_code for _, answer in answers

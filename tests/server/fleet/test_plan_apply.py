@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -14,26 +17,44 @@ from server_process import Ended, complete, replicas, run_command, serving, wait
 
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.placement_steps import placement_of
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import write_plan
+from loraplex.planner.plan_file import read_plan, write_plan
 
 RANKS = {"one": 4, "two": 8, "three": 4, "cold": 4}
 OURS = "h200-llama-2-7b"
 REPLICAS = (0, 1, 2)
 
 
+class Front(NamedTuple):
+    """A live front of three replicas. `options`: start another one on its state folder. `fresh`: folders of
+    adapters that no replica has seen."""
+
+    process: subprocess.Popen[str]
+    url: str
+    options: tuple[str, ...]
+    fresh: tuple[Path, ...]
+
+
 @pytest.fixture(scope="module")
-def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def front(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    allowed = tmp_path_factory.mktemp("fresh")
+    fresh = (allowed / "first", allowed / "second")
+    for alpha, each in enumerate(fresh, start=3):
+        shutil.copytree(folder / "more" / "cold", each)
+        config = json.loads((each / "adapter_config.json").read_text())
+        (each / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
     options = ("--adapters", str(folder / "adapters"), "--adapters", str(folder / "more"))
+    options = (*options, "--allow-adapter-dir", str(allowed))
     options = (*options, "--state-dir", str(tmp_path_factory.mktemp("state")), "--replicas", "3")
-    with serving(
-        folder, *options, "--routing", "most-idle", "--placement", "auto", command="fleet serve"
-    ) as (
-        _,
-        url,
-        _,
-    ):
-        yield url
+    options = (*options, "--routing", "most-idle", "--placement", "auto")
+    with serving(folder, *options, command="fleet serve") as (process, url, _):
+        yield Front(process, url, options, fresh)
+
+
+@pytest.fixture(scope="module")
+def fleet(front: Front) -> str:
+    return front.url
 
 
 def plan_in(
@@ -132,21 +153,6 @@ def test_the_status_of_a_fleet_says_which_plan_it_serves_by(fleet: str, tmp_path
     said = run_command("fleet", "status", "--url", fleet).stdout
     assert "plan: plan.json, packed by hand, 3 adapters, in force since" in said
     assert "not in it, and placed by the policy: 1 adapter ('cold')" in said
-
-
-@pytest.mark.slow
-def test_a_plan_outlives_the_kill_of_its_front(folder: Path, tmp_path: Path) -> None:
-    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path), "--replicas", "2")
-    options = (*options, "--routing", "most-idle", "--placement", "auto")
-    names = [each.name for each in (folder / "adapters").iterdir()]
-    path = plan_in(tmp_path, tuple(names), ())
-    with serving(folder, *options, command="fleet serve") as (_, url, _):
-        applied = command(url, "apply", path, "--force")
-        assert applied.returncode == 0, applied
-    with serving(folder, *options, command="fleet serve") as (_, url, said):
-        assert "the plan plan.json, packed by hand, which the fleet was given before, is in" in said
-        wait_until(lambda: placement(url)["stands"], "it is not carried out")
-        assert set(map(tuple, where(url).values())) == {(0,)}
 
 
 def test_a_dry_run_shows_the_steps_and_changes_nothing(fleet: str, tmp_path: Path) -> None:
@@ -290,6 +296,29 @@ def test_a_fleet_is_watched(fleet: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert "the plan holds: asked for" in watched.stdout
 
 
+def test_a_plan_is_made_from_what_a_fleet_was_asked_for_and_applied_to_it(
+    fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.cli.plan._MADE_SEEDS", (1,))
+    monkeypatch.setattr("loraplex.planner.most_served._OUR_FLOOD_S", 2.0)
+    monkeypatch.setattr("loraplex.planner.trial._JUDGED_REQUESTS", 50)
+    monkeypatch.setattr("loraplex.planner.check.SEEDS", (1,))
+    monkeypatch.setattr("loraplex.planner.check.CHECKED_S", 10.0)
+    for name in RANKS:
+        complete(fleet, name)
+    out = tmp_path / "made.json"
+    made = run_command(
+        *("plan", "make", "--from", fleet, "--profile", OURS, "--gpus", "3", "--packer", "least-rate"),
+        *("--no-compare", "--out", str(out)),
+    )
+    assert made.returncode == 0, made
+    planned = placement_of(read_plan(out))
+    assert planned.keys() == RANKS.keys()
+    applied = command(fleet, "apply", str(out))
+    assert applied.returncode == 0, applied
+    assert where(fleet) == {name: list(entry.replicas) for name, entry in planned.items()}
+
+
 def test_what_the_fleet_was_asked_for_is_measured(fleet: str) -> None:
     complete(fleet, "two")
     demand = measured_demand(fleet, None).demand
@@ -298,8 +327,40 @@ def test_what_the_fleet_was_asked_for_is_measured(fleet: str) -> None:
     assert 0 < demand.output_tokens <= 12
 
 
-def test_who_is_no_fleet_is_told_apart(tmp_path: Path, fleet: str) -> None:
+def test_a_url_without_a_fleet_is_refused(tmp_path: Path, fleet: str) -> None:
     path = plan_in(tmp_path, ("one",))
     assert "no server answers at" in command("http://127.0.0.1:9", "apply", path).stderr
     assert "does not exist there" in command(f"{fleet}/docs", "release").stderr
     assert "leave them out" in command(fleet, "apply", path, "--model", "x").stderr
+
+
+def test_a_front_that_is_killed_half_way_carries_the_plan_out_when_it_is_back(
+    front: Front, folder: Path
+) -> None:
+    """The last test here: it ends the fleet of the others."""
+
+    def load(path: Path, **fields: Any) -> None:
+        body = {"lora_name": "fresh", "lora_path": str(path), **fields}
+        assert httpx.post(f"{front.url}/v1/load_lora_adapter", json=body).status_code == 200
+        wait_until(lambda: placement(front.url)["stands"], "it is not where it was given")
+
+    def body_of(**homes: list[int]) -> dict[str, Any]:
+        given = [{"lora_name": name, "replicas": replicas} for name, replicas in homes.items()]
+        return {"replicas": [*REPLICAS], "adapters": given, "plan": "half.json"}
+
+    load(front.fresh[0])
+    httpx.put(f"{front.url}/v1/fleet/placement", json=body_of(fresh=[0]))
+    load(front.fresh[1], load_inplace=True)
+    assert where(front.url)["fresh"] == [0], "no other replica has seen its second version"
+    homes = {"fresh": [1, 2], "one": [2], "two": [0]}
+    body = body_of(**homes)
+    answered = httpx.put(f"{front.url}/v1/fleet/placement", json=body)
+    front.process.kill()
+    front.process.wait()
+    assert answered.status_code == 200, answered.text
+    assert not answered.json()["stands"], "two replicas have yet to load it"
+    with serving(folder, *front.options, command="fleet serve") as (_, url, said):
+        assert "the plan half.json, which the fleet was given before, is in force again" in said
+        wait_until(lambda: placement(url)["stands"], "it is not carried out")
+        assert {name: where(url)[name] for name in homes} == homes
+        assert sent_by(url, "one") == [0, 0, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from loraplex.server.pool.messages import (
     decode_ask,
     encode,
 )
-from loraplex.server.pool.slab_client import CopyError, Link, SlabCopy
+from loraplex.server.pool.slab_client import CopyError, Link, NoAnswerError, SlabCopy
 
 
 @pytest.fixture(autouse=True)
@@ -252,6 +253,19 @@ def test_a_holder_that_does_not_answer_is_waited_for_once(
         second.fetch(KEY, found[2])
         assert second.num_failures == 2
         assert all(np.array_equal(each, source) for each in found)
+        silent.close()
+
+
+@pytest.mark.timeout(30)
+def test_nobody_waits_to_ask_where_nobody_takes_questions() -> None:
+    with zmq.Context() as context:
+        silent = context.socket(zmq.ROUTER)
+        silent.linger = 0
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        link = Link(context, f"tcp://127.0.0.1:{port}", CurveKeys.make(), stall_s=0.01)
+        with pytest.raises(NoAnswerError, match="did not answer"):
+            collections.deque((link.ask(KEY, 0, 1) for _ in range(10_000)), maxlen=0)
+        link.close()
         silent.close()
 
 

@@ -10,19 +10,25 @@ from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
-from loraplex.server.metrics import RequestMeter, ServerMetrics
+from loraplex.server.metrics import RequestMeter, ServerMetrics, Traffic
 from loraplex.server.tenants.objective import Objective, Reached, Target
 
 
 def metered(
-    clock: ManualClock, counts: Counter[Reached], *, ttft_s: float | None = 2.0, tpt_s: float | None = 0.1
+    clock: ManualClock,
+    counts: Counter[Reached],
+    *,
+    ttft_s: float | None = 2.0,
+    tpt_s: float | None = 0.1,
+    metrics: ServerMetrics | None = None,
+    adapter: str | None = "a",
 ) -> RequestMeter:
-    return ServerMetrics(clock).meter(
-        adapter="a",
+    return (metrics or ServerMetrics(clock)).meter(
+        adapter=adapter,
         num_prompt_tokens=1,
         num_choices=1,
         arrival_s=clock.now_s(),
-        objective=Objective(ttft_s, tpt_s, counts),
+        objective=Objective(ttft_s, tpt_s, (counts,)),
     )
 
 
@@ -77,6 +83,22 @@ def test_a_failure_misses_a_first_token_and_a_client_that_leaves_does_not() -> N
     failed.fail(EngineDeadError("died"))
     failed.close()
     assert counts == {Reached(Target.TTFT, False): 1}
+
+
+def test_a_request_counts_for_its_tenant_and_for_its_adapter() -> None:
+    clock, counts = ManualClock(), Counter[Reached]()
+    metrics = ServerMetrics(clock)
+    for adapter in ("a", "a", "b", None):
+        meter = metered(clock, counts, metrics=metrics, adapter=adapter)
+        meter.on_batch(delta(1, FinishReason.STOP))
+        meter.close()
+    reached = Reached(Target.TTFT, True)
+    snapshot = metrics.snapshot()
+    metered(clock, counts, metrics=metrics).on_batch(delta(1, FinishReason.STOP))
+    assert counts == {reached: 5}
+    assert metrics.traffic("a").num_reached == {reached: 3}
+    assert snapshot.traffic("a").num_reached == {reached: 2}
+    assert Traffic.sum_of(map(snapshot.find_traffic, ("a", "b", "c"))).num_reached == {reached: 3}
 
 
 def test_without_a_target_nothing_is_counted() -> None:

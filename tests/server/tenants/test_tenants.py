@@ -20,12 +20,24 @@ import openai
 import pytest
 from log_lines import Lines
 from server_fixtures import USER, Api, Served, events, live, write_adapter
-from serving_fakes import says
-from tenant_reader import NAMES, all_answers, as_tenant, chat, check_answers, tenants_file
+from serving_fakes import Script, says
+from tenant_reader import (
+    MODELS,
+    NAMES,
+    Reader,
+    as_tenant,
+    begin_batch,
+    chat,
+    check_answers,
+    run_batch,
+    serve_tools,
+    tenants_file,
+)
 
 import loraplex
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
+from loraplex.core.request import EngineRequest
 from loraplex.core.tenants import BATCH_PRIORITY, Caller
 from loraplex.server.errors import QueueFullError
 from loraplex.server.waiting import WaitingLimits
@@ -100,16 +112,25 @@ def test_no_answer_names_anything_of_another_tenant(api: Api, tmp_path: Path) ->
     for model in NAMES:
         assert chat(api, "ops", model, max_tokens=2).status_code == 200
     chat(api, "globex", "globex-secret")
-    answers = all_answers(api, "acme", tmp_path)
+    serve_tools(api)
+    theirs = run_batch(api, "globex", ["globex-secret", "globex-lost"])
+    mine = run_batch(api, "acme", MODELS)
+    assert (len(theirs.files), len(mine.files)) == (3, 3), "input, output and errors"
+    mine.batches.append(begin_batch(api, "acme", mine.files[0]))
+    reader = Reader(api, "acme", tmp_path, own=mine, others=theirs)
+    answers = reader.ask_all()
     statuses = {answer.status_code for _, answer in answers}
     assert {200, 400, 403, 404, 405} <= statuses
     assert max(statuses) < 500
+    accepted = {path for path, status in reader.statuses if status == 200}
+    only_canaries = {f"post /v1/{change}_lora_adapter" for change in ("promote", "abort", "rollback")}
+    assert reader.documented - accepted == {*only_canaries, "get /v1/demand"}, "nothing else stays unread"
     served = {adapter.name for adapter in api.served.service.served()}
     assert "acme-new" in served, "its own load works"
-    check_answers(answers)
-    mine = {each["name"]: each for each in api.get("/v1/adapters", headers=as_tenant("acme")).json()["data"]}
-    assert (mine["shared-poet"]["requests"], mine["acme-code"]["requests"]) == (None, 1)
-    assert {each["path"] for each in mine.values()} == {None}
+    check_answers(answers, theirs)
+    shown = {each["name"]: each for each in api.get("/v1/adapters", headers=as_tenant("acme")).json()["data"]}
+    assert (shown["shared-poet"]["requests"], shown["acme-code"]["requests"] > 1) == (None, True)
+    assert {each["path"] for each in shown.values()} == {None}
 
 
 def test_no_live_request_of_a_tenant_passes_for_a_line_of_a_batch(api: Api) -> None:
@@ -202,6 +223,39 @@ def test_the_cache_is_apart_and_requests_carry_their_tenant(make_api: Callable[.
         ]  # fmt: skip
         assert [request.slo_ttft_s for request in asked] == [None, 0.25, None, None]
         api.served.service.registry.close()
+
+
+def test_objectives_are_counted_by_tenant_and_by_adapter(make_api: Callable[..., Api]) -> None:
+    slos = "\n[adapters.acme-chat]\nslo_ttft = 0.25\n[adapters.acme-code]\nslo_ttft = 1e-9\n"
+    clock = ManualClock()
+
+    def script(request: EngineRequest) -> Script:
+        clock.advance(0.1)
+        return Script(token_ids=[10, 11, 12])
+
+    text = tenants_file(acme="slo_tpt = 0.05\n", globex="slo_ttft = 0.2\n") + slos
+    api = make_api(script, tenants=text, names=NAMES, clock=clock)
+    for name, model in (
+        ("acme", "acme-chat"), ("acme", "acme-chat"), ("acme", "acme-code"), ("globex", "globex-chat")
+    ):  # fmt: skip
+        assert chat(api, name, model, max_tokens=3).status_code == 200
+    page = api.get("/metrics", headers=as_tenant("prometheus")).text
+    of_adapters = "loraplex:adapter_slo_requests_total"
+    for adapter, result, target, count in (
+        ("acme-chat", "attained", "ttft", 2), ("acme-chat", "missed", "ttft", 0),
+        ("acme-code", "missed", "ttft", 1), ("acme-code", "attained", "tpt", 1),
+        ("globex-chat", "attained", "ttft", 1), ("globex-chat", "attained", "tpt", 0),
+    ):  # fmt: skip
+        assert f'{of_adapters}{{adapter="{adapter}",result="{result}",target="{target}"}} {count}\n' in page
+    own = api.get("/metrics", headers=as_tenant("acme")).text
+    assert 'loraplex:tenant_slo_requests_total{result="missed",target="ttft",tenant="acme"} 1\n' in own
+    assert of_adapters not in own
+    (acme,) = api.get("/v1/tenants", headers=as_tenant("acme")).json()["data"]
+    assert (acme["slo_ttft"], acme["slo_tpt"]) == (None, 0.05)
+    assert acme["slo_requests"] == {
+        "ttft": {"attained": 2, "missed": 1},
+        "tpt": {"attained": 3, "missed": 0},
+    }
 
 
 def limits_of(answer: httpx.Response) -> dict[str, str]:

@@ -324,7 +324,7 @@ def test_a_changed_file_is_in_force_and_what_was_used_stays_used(watched: tuple[
     assert first.account is not None
     first.account.admit(1)
     told: list[Sequence[TenantPolicy]] = []
-    watch.tell(told.append)
+    watch.subscribe(told.append)
     asyncio.run(watch.look())
     assert len(told) == 1
     path.write_text(f"[tenants.acme]\nkeys = [{stored('other')}]\nrequests_per_minute = 5\nshare = 3\n")
@@ -412,8 +412,8 @@ def test_the_watch_goes_on_whatever_fails(
         assert watch.tenants.trouble is None
         running.cancel()
 
-    watch.tell(refuse)
-    watch.tell(lambda policies: in_force.set() if len(policies) == 2 else None)
+    watch.subscribe(refuse)
+    watch.subscribe(lambda policies: in_force.set() if len(policies) == 2 else None)
     monkeypatch.setattr(tenants_watch, "parse_tenants", parse_what_is_no_defect)
     asyncio.run(asyncio.wait_for(change(), 30))
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -121,7 +121,8 @@ function fill(row, index) {
 }
 
 function fillWhere(cell, adapter) {
-  const text = adapter ? where(adapter) : "";
+  const text = adapter ? shortly(adapter) : "";
+  cell.title = adapter ? where(adapter) : "";
   if (cell.firstChild === null) cell.append(h("span", { className: "pill" }));
   cell.firstChild.dataset.tier = adapter?.tier ?? "";
   setText(cell.firstChild, text);
@@ -132,6 +133,11 @@ export function where(adapter) {
   if (!replicas?.length) return TIERS[tier]?.label ?? tier;
   return `${replicas.length === 1 ? "replica" : "replicas"} ${replicas.join(", ")}`;
 }
+
+const shortly = (adapter) => {
+  const number = adapter.held_by?.length ?? 0;
+  return number > 2 ? `${count(number)} replicas` : where(adapter);
+};
 
 function noneText() {
   const { contains, tier } = query();

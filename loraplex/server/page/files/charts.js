@@ -2,7 +2,12 @@
 
 import { $, count, duration, h, rate, s, setText } from "./dom.js";
 
-const SHOWN_S = 300;
+// Of the shortest that shows all samples: seconds, between two marks, in words.
+const SPANS = [
+  [60, 15, "minute"],
+  [120, 30, "two minutes"],
+  [300, 60, "five minutes"],
+];
 const SPARK_S = 120;
 const KEPT_S = 620;
 const HEIGHT = 170;
@@ -70,6 +75,8 @@ export function ticks(top, isWhole = false) {
   return Array.from({ length: number + 1 }, (_, index) => index * step);
 }
 
+const ago = (seconds) => (seconds % 60 ? `−${seconds} s` : `−${seconds / 60} min`);
+
 const marked = (mark, format) => (mark === 0 ? "0" : format(mark).replace(/\.0\b/, ""));
 
 /** Return the path of a line; where there is no value, it is interrupted. */
@@ -113,10 +120,12 @@ class Chart {
     if (!width) return; // not shown
     const { lines, format, least, whole, title } = this.about;
     const end = samples.at(-1)?.at_s ?? 0;
-    const shown = samples.filter((sample) => sample.at_s >= end - SHOWN_S);
+    const there = end - (samples[0]?.at_s ?? 0);
+    const [span, step, words] = SPANS.find(([seconds]) => seconds >= there) ?? SPANS.at(-1);
+    const shown = samples.filter((sample) => sample.at_s >= end - span);
     const top = Math.max(least, ...shown.flatMap((sample) => lines.map(({ key }) => sample[key] ?? 0)));
     const marks = ticks(top, whole);
-    const x = (at) => EDGE.left + ((at - end) / SHOWN_S + 1) * (width - EDGE.left - EDGE.right);
+    const x = (at) => EDGE.left + ((at - end) / span + 1) * (width - EDGE.left - EDGE.right);
     const y = (value) => EDGE.top + (1 - value / marks.at(-1)) * (HEIGHT - EDGE.top - EDGE.bottom);
     this.place = { x, y, shown, width };
     const parts = [];
@@ -124,10 +133,8 @@ class Chart {
       parts.push(s("line", { class: "rule", x1: EDGE.left, x2: width - EDGE.right, y1: y(mark), y2: y(mark) }));
       parts.push(s("text", { class: "tick", x: EDGE.left - 8, y: y(mark) + 4, "text-anchor": "end" }, marked(mark, format)));
     }
-    for (const minute of [5, 4, 3, 2, 1]) {
-      const at = x(end - minute * 60);
-      parts.push(s("text", { class: "tick", x: at, y: HEIGHT - 6, "text-anchor": "middle" }, `−${minute} min`));
-    }
+    for (let seconds = span; seconds; seconds -= step)
+      parts.push(s("text", { class: "tick", x: x(end - seconds), y: HEIGHT - 6, "text-anchor": "middle" }, ago(seconds)));
     parts.push(s("text", { class: "tick", x: width - EDGE.right, y: HEIGHT - 6, "text-anchor": "end" }, "now"));
     for (const [index, { key }] of [...lines.entries()].reverse()) {
       const points = shown.map((sample) => [x(sample.at_s), sample[key] === null ? null : y(sample[key])]);
@@ -137,8 +144,8 @@ class Chart {
     this.svg.replaceChildren(...parts);
     const latest = samples.at(-1);
     lines.forEach(({ key }, index) => setText(this.now[index], latest ? format(latest[key]) : "–"));
-    const words = lines.map(({ key, label }) => `${label} ${latest ? format(latest[key]) : "unknown"}`);
-    this.svg.setAttribute("aria-label", `${title} over the last five minutes; now: ${words.join(", ")}`);
+    const now = lines.map(({ key, label }) => `${label} ${latest ? format(latest[key]) : "unknown"}`);
+    this.svg.setAttribute("aria-label", `${title} over the last ${words}; now: ${now.join(", ")}`);
   }
 
   point(event) {
@@ -150,9 +157,9 @@ class Chart {
     const near = shown.reduce((a, b) => (Math.abs(x(b.at_s) - at) < Math.abs(x(a.at_s) - at) ? b : a));
     const place = x(near.at_s);
     this.svg.append(s("line", { class: "cross", x1: place, x2: place, y1: EDGE.top, y2: HEIGHT - EDGE.bottom }));
-    const ago = Math.round(samples.at(-1).at_s - near.at_s);
+    const seconds = Math.round(samples.at(-1).at_s - near.at_s);
     const words = this.about.lines.map(({ key, label }) => `${label} ${this.about.format(near[key])}`);
-    setText(this.hint, `${ago} s ago: ${words.join(" · ")}`);
+    setText(this.hint, `${seconds} s ago: ${words.join(" · ")}`);
     this.hint.hidden = false;
     this.hint.style.left = `${Math.min(Math.max(place - this.hint.offsetWidth / 2, 0), width - this.hint.offsetWidth)}px`;
   }

@@ -115,14 +115,13 @@ class Column {
     const tokens = timing.exact?.completion_tokens ?? timing.tokens;
     const seconds = (timing.last - timing.first) / 1e3;
     const parts = [
-      h("b", {}, tokens > 1 && seconds > 0 ? rate((tokens - 1) / seconds) : "–"),
-      " tok/s",
+      h("span", {}, h("b", {}, tokens > 1 && seconds > 0 ? rate((tokens - 1) / seconds) : "–"), " tok/s"),
       h("span", {}, `${count(tokens)} tokens`),
       h("span", {}, `first after ${duration((timing.first - timing.start) / 1e3)}`),
     ];
     const version = isOver ? timing.exact?.adapter_version : null;
     if (version) parts.push(h("code", { title: `version ${version}` }, version.slice(0, 8)));
-    this.stats.replaceChildren(...parts);
+    this.stats.replaceChildren(h("div", {}, ...parts));
   }
 
   /** Keep the end in view, unless the user has scrolled up. */

@@ -208,7 +208,7 @@ function ofReplica(replica, index) {
     `Replica ${replica.replica}`,
     replica.drained ? "drained" : replica.state,
     `${count(replica.in_flight)} in flight`,
-    `${count(held.size)} adapters`,
+    held.size === 1 ? "1 adapter" : `${count(held.size)} adapters`,
   ];
   return [words.join(" · "), letters.join("")];
 }

@@ -52,27 +52,29 @@ function memory({ engine, replicas }) {
   return card("Memory", replicas ? "all replicas together" : "", ...meters);
 }
 
+/** Return a table. On a narrow screen each line is a block: its first cell is the heading of the others, which have
+ * the titles of their columns. */
 function table(head, lines) {
-  const cells = (tag, line) => line.map((cell, index) => h(tag, { className: index && head[index].num ? "num" : "" }, cell));
-  return h(
-    "div",
-    { className: "table-box", tabIndex: 0 },
-    h("table", {}, h("thead", {}, h("tr", {}, ...cells("th", head.map((each) => each.text)))), h("tbody", {}, ...lines.map((line) => h("tr", {}, ...cells("td", line))))),
+  const titles = head.map(({ text, kind }) => h("th", { className: kind, scope: "col" }, text));
+  const rows = lines.map((line) =>
+    h("tr", {}, ...line.map((cell, column) => h("td", { className: head[column].kind, data: { title: head[column].text } }, cell))),
   );
+  return h("div", { className: "table-box", tabIndex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, ...titles)), h("tbody", {}, ...rows)));
 }
 
-const text = (name) => ({ text: name });
-const num = (name) => ({ text: name, num: true });
+const text = (name) => ({ text: name, kind: "" });
+const num = (name) => ({ text: name, kind: "num" });
+const numbered = (name) => ({ text: name, kind: "numbered" }); // a title that belongs to the heading: "Replica 0"
+const long = (name) => ({ text: name, kind: "long" }); // has a line of its own in a block
 
 function replicas({ replicas: all }) {
   if (!all) return null;
-  const head = [text("Replica"), text("State"), num("In flight"), num("Sent"), num("Placed"), num("Migrated"), num("Restarts")];
+  const head = [numbered("Replica"), text("State"), num("In flight"), num("Sent"), num("Migrated"), num("Restarts")];
   const lines = all.map((each) => [
     h("span", {}, String(each.replica), each.node ? h("small", { className: "muted" }, ` ${each.node}`) : null),
     h("span", { title: each.message }, h("i", { className: "dot", data: { state: each.drained ? "drained" : each.state } }), each.drained ? `${each.state}, drained` : each.state),
     count(each.in_flight),
     count(each.sent),
-    count(each.placed),
     count(each.migrated),
     count(each.restarts),
   ]);
@@ -84,19 +86,20 @@ function plan({ num_plans: number }) {
   if (number === null || placement === null) return null;
   const lines = placement.replicas.map((replica) => {
     const there = placement.data.filter((each) => each.replicas === null || each.replicas.includes(replica));
+    const versions = [...new Map(there.map((each) => [each.version, each])).values()]; // several names may share one
     const waiting = placement.data.filter((each) => each.waiting.includes(replica));
     const names = there.slice(0, 6).map((each) => each.name);
     const more = there.length - names.length;
     return [
       String(replica),
       count(there.length),
-      count(there.reduce((sum, each) => sum + each.rank, 0)),
-      bytes(there.reduce((sum, each) => sum + each.bytes, 0)),
+      count(versions.reduce((sum, each) => sum + each.rank, 0)),
+      bytes(versions.reduce((sum, each) => sum + each.bytes, 0)),
       count(waiting.length),
       h("span", { className: "names" }, names.join(", ") + (more > 0 ? ` and ${count(more)} more` : "") || "none"),
     ];
   });
-  const head = [text("Replica"), num("Adapters"), num("Ranks, summed"), num("Bytes"), num("To be loaded"), text("Which")];
+  const head = [numbered("Replica"), num("Adapters"), num("Ranks, summed"), num("Size"), num("To be loaded"), long("Which")];
   const origin = placement.is_given ? "a plan that was applied" : "made by the fleet's policy";
   const state = placement.is_given && !placement.stands ? ", not carried out yet" : "";
   return card("Plan in force", `${origin}${state}; changed ${number === 1 ? "once" : `${count(number)} times`}`, table(head, lines));
@@ -129,5 +132,5 @@ function signed(share) {
 
 function leftOut({ left_out: all }) {
   if (!all.length) return null;
-  return card("Left out", "tried again every 30 seconds", table([text("Adapter"), text("Why")], all.map((each) => [each.name, each.reason])));
+  return card("Left out", "tried again every 30 seconds", table([text("Adapter"), long("Why")], all.map((each) => [each.name, each.reason])));
 }

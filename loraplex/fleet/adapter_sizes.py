@@ -12,7 +12,7 @@ from loraplex.core.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AdapterTable:
+class AdapterSizes:
     """The ranks and sizes of a fleet's adapters 0 to A-1. Adapters are appended, so an adapter keeps its
     number."""
 
@@ -24,8 +24,8 @@ class AdapterTable:
     def __post_init__(self) -> None:
         if self.ranks.shape != self.num_bytes.shape or self.ranks.ndim != 1:
             raise UserError(
-                f"an adapter table needs a rank and a size for each adapter; it has {self.ranks.size} ranks "
-                f"and {self.num_bytes.size} sizes"
+                f"each adapter needs a rank and a size; there are {self.ranks.size} ranks and "
+                f"{self.num_bytes.size} sizes"
             )
         for name, values in (("rank", self.ranks), ("size in bytes", self.num_bytes)):
             wrong = np.flatnonzero(values < 1)
@@ -35,17 +35,17 @@ class AdapterTable:
                 )
 
     @classmethod
-    def of(cls, *, ranks: Sequence[int], num_bytes: Sequence[int]) -> AdapterTable:
-        """Return a table with these columns."""
+    def of(cls, *, ranks: Sequence[int], num_bytes: Sequence[int]) -> AdapterSizes:
+        """Return the adapters of these columns."""
         return cls(ranks=np.array(ranks, dtype=np.int64), num_bytes=np.array(num_bytes, dtype=np.int64))
 
-    def at(self, adapters: IntArray) -> AdapterTable:
-        """Return the table of these adapters alone, renumbered by their positions in it."""
-        return AdapterTable(ranks=self.ranks[adapters], num_bytes=self.num_bytes[adapters])
+    def at(self, adapters: IntArray) -> AdapterSizes:
+        """Return these adapters alone, renumbered by their positions in `adapters`."""
+        return AdapterSizes(ranks=self.ranks[adapters], num_bytes=self.num_bytes[adapters])
 
-    def followed_by(self, added: AdapterTable) -> AdapterTable:
-        """Return the table with more adapters at its end."""
-        return AdapterTable(
+    def followed_by(self, added: AdapterSizes) -> AdapterSizes:
+        """Return the adapters with more of them at the end."""
+        return AdapterSizes(
             ranks=np.concatenate([self.ranks, added.ranks]),
             num_bytes=np.concatenate([self.num_bytes, added.num_bytes]),
         )
