@@ -141,12 +141,7 @@ def stream(
 
 def skewed(seed: int, rate: float, stride: int, num_requests: int = 400) -> Requests:
     """Return dLoRA's load: requests for eight adapters that have so many of MAF's functions at a time."""
-    return stream(seed, rate, of_functions(stride), num_requests, SHAREGPT)
-
-
-def of_functions(stride: int) -> Sequence[float]:
-    """Return the shares of eight adapters that have so many of MAF's functions at a time."""
-    return MAF_SHARES[stride]
+    return stream(seed, rate, MAF_SHARES[stride], num_requests, SHAREGPT)
 
 
 def _request(arrival_s: float, prompt_tokens: int, output_tokens: int, adapter: int) -> WorkloadRequest:
