@@ -9,9 +9,10 @@ in host memory at the start. Every figure is the mean of the seeds, with each se
 
 queue   1,000 or 3,000 requests at once: output tokens per second over the base model's, and by how much the
         worst first token came later than the bound allows, compared with first come, first served
-skew    dLoRA's section 7.3: 8 adapters of rank 8, with 4, 8, 16 or 32 of MAF's functions each, at a load that
-        a step of 16 requests cannot serve in time; once with our costs, and once with those of dLoRA's
-        published code (15 ms for an iteration of merged weights, 27 ms unmerged, 20 ms to switch)
+skew    dLoRA's section 7.3: 8 adapters of rank 8, which have 4, 8, 16 or 32 of MAF's functions at a time, the
+        most frequent ones first, at a load that a step of 16 requests cannot serve in time; once with our
+        costs, and once with those of dLoRA's published code (15 ms for an iteration of merged weights, 27 ms
+        unmerged, 20 ms to switch). Poisson arrivals, and log-normal lengths like those of ShareGPT's turns
 hot     one adapter of rank 128 on all linears with 90% of the requests, 7 others, 60 requests/s
 """
 
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
@@ -35,10 +37,10 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.line import Line
 from loraplex.perf.named_profiles import find_profile
 from loraplex.scheduling.batching.thresholds import Tuning
+from loraplex.twin.delays import beyond_bound_s
 from loraplex.twin.outcome import Outcome
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.workload.jsonl import WorkloadRequest
-from loraplex.workload.popularity import zipf_shares
 
 RESULTS: Final = Path(__file__).parent / "results"
 FILE: Final = "batching.json"
@@ -46,6 +48,20 @@ PROFILE: Final = "h200-llama-2-7b"
 SEEDS: Final = (0, 1, 2)
 BOUND: Final = DelayBound()
 LOOSE: Final = DelayBound(share=100.0, seconds=100.0)
+
+
+class Lengths(NamedTuple):
+    """Log-normal lengths in tokens: mean and standard deviation of the logarithm, and the most of each."""
+
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+    most: tuple[int, int]
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        prompt, output = rng.lognormvariate(*self.prompt), rng.lognormvariate(*self.output)
+        return min(max(int(prompt), 4), self.most[0]), min(max(int(output), 4), self.most[1])
+
+
 POLICIES: Final[dict[str, dict[str, Any]]] = {
     "fcfs": {"batching": Batching.FCFS},
     "merged": {"batching": Batching.MERGED},
@@ -55,12 +71,22 @@ POLICIES: Final[dict[str, dict[str, Any]]] = {
     "grouped, without a bound": {"batching": Batching.GROUPED, "max_delay": LOOSE},
     "auto": {"batching": Batching.AUTO},
 }
-STRIDES: Final = (4, 8, 16, 32)
-_MAF_SKEW: Final = 1.15
+MAF_SHARES: Final = {
+    4: (0.3320, 0.1754, 0.1228, 0.1031, 0.0835, 0.0670, 0.0606, 0.0556),
+    8: (0.4426, 0.1829, 0.1145, 0.0850, 0.0648, 0.0430, 0.0360, 0.0312),
+    16: (0.5892, 0.1682, 0.0873, 0.0519, 0.0363, 0.0312, 0.0205, 0.0154),
+    32: (0.7404, 0.1274, 0.0568, 0.0294, 0.0170, 0.0118, 0.0107, 0.0065),
+}
+"""Shares of a day's calls of 1,000 functions (Azure Functions, 2019): sorted by calls, and so many at a time
+given to each of eight adapters, in rounds."""
+CHAT: Final = Lengths(prompt=(5.0, 1.0), output=(5.0, 0.8), most=(1000, 800))
+SHAREGPT: Final = Lengths(prompt=(math.log(120), 1.25), output=(math.log(150), 1.0), most=(3072, 1024))
 _DLORA_STEP_S: Final = 15e-3
 _DLORA_LORA_S: Final = 12e-3
 _DLORA_SWITCH_S: Final = 20e-3
 _DLORA_BATCH: Final = 16
+DLORA_RPS, OUR_RPS = 4.0, 20.0
+"""Requests a second in `skew`: dLoRA's, and one and a half times what our costs allow unmerged, too."""
 
 Requests = Sequence[WorkloadRequest]
 
@@ -100,15 +126,22 @@ def burst(seed: int, num_adapters: int, *, num_requests: int) -> Requests:
     ]
 
 
-def stream(seed: int, rate: float, shares: Sequence[float], num_requests: int) -> Requests:
-    """Return Poisson arrivals with log-normal lengths of a chat."""
+def stream(
+    seed: int, rate: float, shares: Sequence[float], num_requests: int, lengths: Lengths = CHAT
+) -> Requests:
+    """Return Poisson arrivals."""
     rng, now_s, made = random.Random(seed), 0.0, []
     for _ in range(num_requests):
         now_s += rng.expovariate(rate)
-        prompt, output = rng.lognormvariate(5, 1), rng.lognormvariate(5, 0.8)
+        prompt, output = lengths.draw(rng)
         adapter = rng.choices(range(len(shares)), shares)[0]
-        made.append(_request(now_s, min(max(int(prompt), 4), 1000), min(max(int(output), 4), 800), adapter))
+        made.append(_request(now_s, prompt, output, adapter))
     return made
+
+
+def skewed(seed: int, rate: float, stride: int, num_requests: int = 400) -> Requests:
+    """Return dLoRA's load: requests for eight adapters that have so many of MAF's functions at a time."""
+    return stream(seed, rate, MAF_SHARES[stride], num_requests, SHAREGPT)
 
 
 def _request(arrival_s: float, prompt_tokens: int, output_tokens: int, adapter: int) -> WorkloadRequest:
@@ -123,16 +156,16 @@ def figures(outcome: Outcome, beside: Outcome) -> dict[str, float]:
     num_tokens = sum(each.request.output_tokens for each in served)
     ends = [each.finish_s or 0.0 for each in served]
     e2e = sorted(end - each.request.arrival_s for end, each in zip(ends, served, strict=True))
-    pairs = zip(served, beside.requests, strict=True)
-    delays = [((one.ttft_s or 0.0) - (other.ttft_s or 0.0), other.ttft_s or 0.0) for one, other in pairs]
+    per_token = sorted(each.tpt_s or 0.0 for each in served)
     return {
         "output_tok_s": num_tokens / max(ends),
         "s_per_token": sum(e2e) / num_tokens,
+        "s_per_token_p90": per_token[int(0.9 * len(per_token))],
         "e2e_mean_s": fmean(e2e),
         "e2e_p90_s": e2e[int(0.9 * len(e2e))],
         "e2e_max_s": e2e[-1],
         "ttft_mean_s": fmean(each.ttft_s or 0.0 for each in served),
-        "beyond_bound_s": max(delay - BOUND.allowed_s(fcfs_s) for delay, fcfs_s in delays),
+        "beyond_bound_s": beyond_bound_s(served, beside.requests, BOUND) or 0.0,
     }
 
 
@@ -191,18 +224,21 @@ def queue() -> dict[str, Any]:
 
 
 def skew() -> dict[str, Any]:
-    policies = ("fcfs", "merged", "dynamic", "dynamic, tuned as in dLoRA's code", "auto")
+    policies = ("fcfs", "merged", "dynamic", "dynamic, tuned as in dLoRA's code", "grouped", "auto")
     return {
         f"{costs}, {stride} functions each": compare(
             profile,
-            lambda seed, rate=rate, stride=stride: stream(seed, rate, of_functions(stride), 400),  # type: ignore[misc]
+            lambda seed, rate=rate, stride=stride: skewed(seed, rate, stride),  # type: ignore[misc]
             policies,
             num_adapters=8,
             ranks=(8,),
             max_running=_DLORA_BATCH,
         )
-        for costs, profile, rate in (("dLoRA's costs", dlora_costs(), 6.0), ("our costs", our_costs(), 24.0))
-        for stride in STRIDES
+        for costs, profile, rate in (
+            ("dLoRA's costs", dlora_costs(), DLORA_RPS),
+            ("our costs", our_costs(), OUR_RPS),
+        )
+        for stride in MAF_SHARES
     }
 
 
@@ -228,12 +264,6 @@ def hot() -> dict[str, Any]:
             modules=MODULES,
         ),
     }
-
-
-def of_functions(stride: int) -> list[float]:
-    """Return the adapters' shares: each has so many of MAF's functions, the most frequent ones first."""
-    shares = zipf_shares(8 * stride, _MAF_SKEW).tolist()
-    return [sum(shares[first : first + stride]) for first in range(0, 8 * stride, stride)]
 
 
 SECTIONS: Final[dict[str, Callable[[], dict[str, Any]]]] = {"queue": queue, "skew": skew, "hot": hot}

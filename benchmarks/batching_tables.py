@@ -7,6 +7,16 @@ from benchmarks.markdown import Result, TableError, span, table, when_and_what
 
 _BASE = "base model"
 _FCFS = "fcfs"
+_BOUNDED = ("grouped", "auto")
+_DYNAMIC = ("dynamic", "dynamic, tuned as in dLoRA's code", "auto")
+_DLORA_S_PER_TOKEN = {
+    4: (1.25, 2.28, 0.58),
+    8: (1.34, 1.53, 0.68),
+    16: (1.35, 1.12, 0.72),
+    32: (1.43, 1.06, 0.60),
+}
+"""Seconds per token by functions for each adapter, unmerged only, merged only and dLoRA: its Figure 10, from
+its published results."""
 
 
 def queue_table(result: Result) -> str:
@@ -38,21 +48,43 @@ def queue_table(result: Result) -> str:
 
 
 def skew_table(result: Result) -> str:
-    """Return the time per token by policy, for each skewness, and how late first tokens are with `auto`."""
+    """Return the time per token by policy, for each skewness, and how late first tokens are."""
     cases = _cases(result, "skew")
     names = list(next(iter(cases.values())))
     lines = [
         (
             what,
-            *(
-                f"{policies[name]['s_per_token']['mean']:.3f}, {policies[name]['e2e_max_s']['mean']:,.0f} s"
-                for name in names
-            ),
-            f"{max(policies['auto']['beyond_bound_s']['runs']):+.2f}",
+            *(_times_per_token(policies[name]) for name in names),
+            *(f"{max(policies[name]['beyond_bound_s']['runs']):+.2f}" for name in _BOUNDED),
         )
         for what, policies in cases.items()
     ]
-    return table(("seconds per token, longest request", *names, "auto beyond the bound, s"), lines)
+    beyond = (f"{name} beyond the bound, s" for name in _BOUNDED)
+    return table(("seconds per token (P90), longest request", *names, *beyond), lines)
+
+
+def _times_per_token(figures: Result) -> str:
+    mean_s, p90_s, longest_s = (
+        figures[name]["mean"] for name in ("s_per_token", "s_per_token_p90", "e2e_max_s")
+    )
+    return f"{mean_s:.3f} ({p90_s:.3f}), {longest_s:,.0f} s"
+
+
+def factors_table(result: Result) -> str:
+    """Return by what factor the time per token is shorter than that of each half alone, as dLoRA published
+    it, and in the twin with its costs."""
+    cases = _cases(result, "skew")
+    lines = []
+    for num_functions, (unmerged_s, merged_s, dlora_s) in _DLORA_S_PER_TOKEN.items():
+        ours = cases[f"dLoRA's costs, {num_functions} functions each"]
+        fcfs_s, only_s, *dynamic_s = (
+            ours[name]["s_per_token"]["mean"] for name in (_FCFS, "merged", *_DYNAMIC)
+        )
+        factors = (merged_s / dlora_s, unmerged_s / dlora_s)
+        found = [(only_s / each, fcfs_s / each) for each in dynamic_s]
+        cells = (f"{over_merged:.1f}x, {over_fcfs:.1f}x" for over_merged, over_fcfs in (factors, *found))
+        lines.append((str(num_functions), *cells))
+    return table(("functions each", "dLoRA, published", *_DYNAMIC), lines)
 
 
 def hot_table(result: Result) -> str:
@@ -81,6 +113,7 @@ def kv_swap_table(result: Result) -> str:
             f"{found['kv_tokens']:,}",
             *(f"{found['goodput_rps'][name]:.2f}" for name in ("recompute", "swap")),
             f"{found['goodput_ratio']:.2f}x",
+            ", ".join(f"{each['ttft_mean_s']:.2f}" for each in next(iter(found["at"].values())).values()),
         )
         for found in result["sections"].values()
     ]
@@ -90,6 +123,7 @@ def kv_swap_table(result: Result) -> str:
         "computed again, requests/s",
         "or swapped, requests/s",
         "gain",
+        "TTFT at the first rate, mean, s",
     )
     return table(headings, lines)
 

@@ -29,7 +29,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks import sources
-from benchmarks.batching import BOUND, Requests, burst, of_functions, stream
+from benchmarks.batching import BOUND, MAF_SHARES, OUR_RPS, Requests, burst, skewed, stream
 from benchmarks.gpu_engine import (
     ALL,
     PROMPT_REPEATS,
@@ -313,10 +313,10 @@ HOT: Final = _Case(
 SKEWS: Final = tuple(
     _Case(
         f"{number} functions each, 8 of rank 8, 16 at a time",
-        stream(0, 24.0, of_functions(number), 250),
+        skewed(0, OUR_RPS, number, 250),
         (8, 8, QKV),
     )
-    for number in (4, 8, 16, 32)
+    for number in MAF_SHARES
 )
 _COUNTS: Final = ("num_steps", "num_merged_steps", "num_merges", "num_pauses", "num_step_adapters")
 

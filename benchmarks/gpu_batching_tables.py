@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.markdown import Result, TableError, table, when_and_what
 
+_QUEUED = ("fcfs", "grouped")
 _MODULES = {"q,k,v": "q, k and v", "all": "all linears"}
 
 
@@ -97,6 +98,26 @@ def served_table(result: Result) -> str:
         *("beyond the bound, s", "merged steps"),
     )
     return table(headings, lines)
+
+
+def queue_steps_table(result: Result) -> str:
+    """Return what a step of a long queue takes, beside the base model's, and how many adapters it reads."""
+    by_queue: dict[str, dict[str, Any]] = {}
+    for row in _rows(result, "queue"):
+        by_queue.setdefault(row["what"], {})[row["policy"]] = row
+    lines = []
+    for what, rows in by_queue.items():
+        base_ms, fcfs_ms = (_step_ms(rows[policy]) for policy in ("base model", "fcfs"))
+        read = (f"{rows[each]['num_step_adapters'] / rows[each]['num_steps']:.0f}" for each in _QUEUED)
+        lines.append((what, f"{base_ms:.2f}", f"{fcfs_ms:.2f}", f"{fcfs_ms - base_ms:.2f}", *read))
+    headings = ("queue", "step of the base model, ms", "of fcfs, ms", "longer by, ms")
+    return table((*headings, *(f"adapters a step, {each}" for each in _QUEUED)), lines)
+
+
+def _step_ms(row: Result) -> float:
+    """Return the mean of all steps of a queue, which begin at once and end with the longest request."""
+    mean_ms: float = row["e2e_max_s"] / row["num_steps"] * 1e3
+    return mean_ms
 
 
 def note(result: Result) -> str:

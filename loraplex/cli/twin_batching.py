@@ -43,6 +43,7 @@ from loraplex.core.progress import Report, shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from loraplex.twin.outcome import Outcome
     from loraplex.twin.replay import ReplayOptions
 
 _OPTION: Final = "--policies"
@@ -65,6 +66,7 @@ _COLUMNS: Final = (
     _figure("output_tok_s", "output tok/s", "{:,.0f}"),
     _figure("ttft_mean_ms", "TTFT ms", "{:,.1f}"),
     _figure("ttft_p95_ms", "TTFT p95 ms", "{:,.1f}"),
+    _figure("beyond_bound_ms", "beyond bound ms", "{:+,.0f}"),
     _figure("tpt_mean_ms", "TPT ms", "{:,.2f}"),
     _figure("e2e_mean_ms", "E2E ms", "{:,.1f}"),
     _figure("merged_share", "merged steps", "{:.0%}"),
@@ -117,7 +119,7 @@ def batching(
         kv_swap_memory=kv_swap_memory,
     )
     requests, replayed = read_inputs(workload, options)
-    summaries: dict[str, dict[str, Any]] = {}
+    outcomes: dict[Batching, Outcome] = {}
     overloaded: list[str] = []
     from loraplex.twin.replay import replay
 
@@ -127,10 +129,13 @@ def batching(
             report = partial(_report, progress, policy, number, len(named))
             report(0.0)
             outcome = replay(found, requests, _under(policy, replayed, bound), report)
-            summaries[policy] = outcome.summary()
+            outcomes[policy] = outcome
             if outcome.is_overloaded():
                 overloaded.append(policy)
         progress("done", 1.0)
+
+    summaries = {policy: outcome.summary() for policy, outcome in outcomes.items()}
+    beyond_s = _beyond_bound_s(outcomes, bound)
 
     def write_figures(path: Path) -> None:
         bounds = asdict(bound) if any(each.groups for each in named) else None
@@ -140,15 +145,19 @@ def batching(
                 "profile": str(profile),
                 "workload": str(workload),
                 "max_delay": bounds,
+                "beyond_bound_s": beyond_s,
                 "overloaded": overloaded,
                 "policies": summaries,
             },
         )
 
     with files_saved((json_out, write_figures)):
-        print_table([_row(name, summary) for name, summary in summaries.items()], _COLUMNS)
+        rows = [_row(name, summary, beyond_s.get(name)) for name, summary in summaries.items()]
+        print_table(rows, _COLUMNS)
         typer.echo(
-            "Means, but for p95. TTFT: to the first token. E2E: whole time. TPT: that over output tokens."
+            "Means, but for p95. TTFT: to the first token. E2E: whole time. TPT: that over output tokens.\n"
+            "Beyond bound: the worst first token, against what --max-delay-by-grouping allows over fcfs, if "
+            "that is among the policies; below 0 it is within."
         )
         if overloaded:
             typer.echo(
@@ -183,13 +192,29 @@ def _under(policy: Batching, options: ReplayOptions, bound: DelayBound) -> Repla
     return replace(options, batching=policy, max_delay=bound if policy.groups else DelayBound())
 
 
-def _row(policy: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _beyond_bound_s(outcomes: Mapping[Batching, Outcome], bound: DelayBound) -> dict[Batching, float | None]:
+    """Return by how much the worst first token of each other policy was beyond the bound, if it was also
+    run first come, first served."""
+    from loraplex.twin.delays import beyond_bound_s
+
+    fcfs = outcomes.get(Batching.FCFS)
+    if fcfs is None:
+        return {}
+    return {
+        policy: beyond_bound_s(outcome.requests, fcfs.requests, bound)
+        for policy, outcome in outcomes.items()
+        if outcome is not fcfs
+    }
+
+
+def _row(policy: str, summary: Mapping[str, Any], beyond_s: float | None) -> dict[str, Any]:
     ttft, tpt, e2e = (summary[name] or {} for name in ("ttft_s", "tpt_s", "e2e_s"))
     times_s = {
         "ttft_mean_ms": ttft.get("mean"),
         "ttft_p95_ms": ttft.get("p95"),
         "tpt_mean_ms": tpt.get("mean"),
         "e2e_mean_ms": e2e.get("mean"),
+        "beyond_bound_ms": beyond_s,
     }
     return {
         "policy": policy,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.cold_start import ColdStart
+from loraplex.scheduling.batching.credits import CreditLimits
 from loraplex.scheduling.batching.thresholds import Tuning
 from loraplex.scheduling.work import StepWork
 
@@ -18,8 +19,8 @@ class SchedulerConfig:
     do until their adapter is loaded. `num_workers`: processes that compute LoRA on CPUs. `loads_popular`:
     load adapters that are requested often before they are requested again. `batching`: which requests run
     together; `max_delay`: by how much that may delay a request; `tuning`: how the thresholds of
-    `Batching.DYNAMIC` adapt. `max_borrowing`: share by which a tenant may make
-    the steps of others longer by running more than its share (`borrowing`); None for no bound.
+    `Batching.DYNAMIC` adapt; `credits`: when its adapters starve. `max_borrowing`: share by which a tenant
+    may make the steps of others longer by running more than its share (`borrowing`); None for no bound.
 
     Two rules of other engines, which the twin simulates: `prompts_first`: a step computes whole prompts if
     there are any, otherwise it decodes. `max_adapters`: number of different adapters that may run at a time;
@@ -36,6 +37,7 @@ class SchedulerConfig:
     batching: Batching = Batching.FCFS
     max_delay: DelayBound = field(default_factory=DelayBound)
     tuning: Tuning = Tuning.PAPER
+    credits: CreditLimits = field(default_factory=CreditLimits)
     max_borrowing: float | None = None
     prompts_first: bool = False
     max_adapters: int | None = None

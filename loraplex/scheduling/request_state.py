@@ -23,9 +23,10 @@ class RequestState:
     resident or loading when the request first pinned it; None until then. `queue_position`: position in the
     waiting queue; smaller numbers run first. `arrival`: number of requests that arrived before. `arrived_s`:
     sum of the predicted seconds of all steps before its arrival; `delayed_s`: predicted seconds of steps that
-    it was left out of. `queued_s`: time of its arrival, by the scheduler's clock; `slo_ttft_s`: seconds after
-    it until when its first token should come; `slo_tpt_s`: those that each later one should take.
-    `num_charged`: tokens that its tenant was charged for (`fair_share`).
+    it was left out of; `lag_s`: by how much its place is behind (`batching.place_lags`). `queued_s`: time of
+    its arrival, by the scheduler's clock; `slo_ttft_s`: seconds after it until when its first token should
+    come; `slo_tpt_s`: those that each later one should take. `num_charged`: tokens that its tenant was
+    charged for (`fair_share`).
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class RequestState:
         "arrived_s",
         "block_ids",
         "delayed_s",
+        "lag_s",
         "num_cached",
         "num_charged",
         "num_computed",
@@ -72,6 +74,7 @@ class RequestState:
         self.arrival = arrival
         self.arrived_s = arrived_s
         self.delayed_s = 0.0
+        self.lag_s = 0.0
         self.queued_s = queued_s
         self.slo_ttft_s: float | None = None
         self.slo_tpt_s: float | None = None

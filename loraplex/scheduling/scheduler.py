@@ -451,7 +451,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
-        self.batcher.merged.check_integrity()
+        self.batcher.check_integrity()
         self._queues.check_integrity(
             Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
         )

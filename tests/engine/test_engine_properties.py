@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from cheap_merges import cheap_merges
 from driving import Finished, run_to_end, step
 from examples import examples
 from hypothesis import given, settings
@@ -177,15 +178,45 @@ def test_under_every_batching_policy_it_is_the_same_text(
     requests = [
         replace(each, adapter=0) if number % 5 < skew else each for number, each in enumerate(requests)
     ]
-    engine = build(
-        kv_memory_bytes=num_blocks * 4 * TOKEN_BYTES,
-        max_step_tokens=40,
-        max_running=max_running,
-        runs_ahead=runs_ahead,
-        batching=batching,
-    )
-    check(drive(engine, requests), requests)
+    with cheap_merges():
+        engine = build(
+            kv_memory_bytes=num_blocks * 4 * TOKEN_BYTES,
+            max_step_tokens=40,
+            max_running=max_running,
+            runs_ahead=runs_ahead,
+            batching=batching,
+        )
+        check(drive(engine, requests), requests)
     assert engine.stats().num_kv_blocks_used == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("batching", [each for each in Batching if each.merges])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_requests_that_pause_get_the_same_text(batching: Batching, runs_ahead: bool) -> None:
+    requests = [
+        Arrival(
+            at_step=5 * (number // 4),
+            prompt_seed=number % 4,
+            num_prompt=8 + number,
+            num_output=24,
+            adapter=1 if number == 3 else 0,
+            sampled=number % 3 == 0,
+            cancel_after=None,
+            reloads=False,
+            stops=False,
+            scored=False,
+        )
+        for number in range(8)
+    ]
+    with cheap_merges():
+        engine = build(
+            kv_memory_bytes=400 * TOKEN_BYTES, max_running=6, runs_ahead=runs_ahead, batching=batching
+        )
+        check(drive(engine, requests), requests)
+    stats = engine.stats()
+    assert stats.num_merged_steps > 0
+    assert stats.num_pauses > 0
     engine.close()
 
 

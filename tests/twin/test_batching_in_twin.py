@@ -114,11 +114,16 @@ def test_auto_merges_an_adapter_that_all_requests_are_on() -> None:
     assert base.duration_s < auto.duration_s < fcfs.duration_s
 
 
-@pytest.mark.parametrize("batching", [Batching.GROUPED, Batching.AUTO, Batching.DYNAMIC])
+@pytest.mark.parametrize("batching", [each for each in Batching if each is not Batching.FCFS])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_leaps_are_the_steps_that_they_stand_for(batching: Batching, ahead: bool) -> None:
-    workload = random_workload(5, rps=50.0)
+    workload = [
+        replace(each, adapter=each.adapter if number % 4 == 0 else 0)
+        for number, each in enumerate(random_workload(5, rps=50.0))
+    ]
     runs = [own_twin(batching=batching, ahead=ahead, leaps=leaps).run(workload) for leaps in (True, False)]
+    assert all((run.num_merged_steps > 0) == batching.merges for run in runs)
+    assert all((run.num_pauses > 0) == batching.merges for run in runs)
     ends = [
         [time_s for each in run.requests for time_s in (each.first_token_s, each.finish_s)] for run in runs
     ]

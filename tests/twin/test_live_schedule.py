@@ -7,11 +7,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cheap_merges import costs_that_merge
 from tiny import save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
@@ -22,11 +23,8 @@ from loraplex.engine import cpu_build
 from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.options import EngineOptions
-from loraplex.engine.profile_subject import known_costs
 from loraplex.model.config import load_config
-from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.line import Line
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
 from loraplex.twin.simulator import Simulator
@@ -211,13 +209,6 @@ def test_the_twin_pauses_the_same_requests_for_a_hot_adapter(
     assert replayed == live
     assert any(len(what) > 4 for what in live), "nothing was merged"
     assert engine.stats().num_pauses > 0, "nothing was paused"
-
-
-def costs_that_merge(*args: Any) -> CostModel:
-    """Return costs by which merging takes no time, and adapters cost more than anything else."""
-    costs = known_costs(*args)
-    terms = replace(costs.step.terms, lora_s=0.1)
-    return replace(costs, merge=Line(latency_s=0.0, unit_s=0.0), step=replace(costs.step, terms=terms))
 
 
 def run_both(engine: Engine, versions: list[str], hot: float = 0.0) -> tuple[list[Any], list[Any]]:

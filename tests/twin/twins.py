@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from slot_times import SlotTimes
 
@@ -48,6 +49,8 @@ COSTS = SlotCosts(
     load=AdapterLoadCost(slot_s=2e-3, slot_rank_s=0.1e-3, disk_s=20e-3, disk_rank_s=1e-3),
     scheduler=SchedulerCost(request_s=1e-6, waiting_s=5e-6),
 )
+
+MERGED_BYTES = 1 << 20
 
 
 def random_workload(
@@ -121,8 +124,12 @@ def own_twin(
     num_host_blocks: int | None = None,
 ) -> Simulator:
     """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each. Blocks of an
-    arena may have a host tier."""
+    arena may have a host tier. Policies that merge find that it pays."""
     machine = with_padded_kernels(imagined_machine()) if padded else imagined_machine()
+    if batching.merges:
+        terms = replace(machine.step.terms, lora_s=4e-3)
+        step = replace(machine.step, terms=terms)
+        machine = replace(machine, step=step, merge=Line(latency_s=1e-3, unit_s=0.0))
     adapters = [f"adapter-{number}" for number in range(num_adapters)]
     sizes = {version: (number + 1) << 20 for number, version in enumerate(adapters)}
     memory = (
@@ -144,7 +151,8 @@ def own_twin(
         cold_start=cold_start,
         batching=batching,
     )
-    times = CostModelTimes(machine, sizes)
+    merged = dict.fromkeys(sizes, MERGED_BYTES) if batching.merges else {}
+    times = CostModelTimes(machine, sizes, merge_bytes=merged)
     simulator = (AheadSimulator if ahead else Simulator)(
         config=config,
         memory=memory,
@@ -155,6 +163,7 @@ def own_twin(
     )
     for version, num_bytes in sizes.items():
         simulator.scheduler.adapters.add(version, num_bytes)
+        simulator.scheduler.batcher.merged.know(version, MERGED_BYTES)
     return simulator
 
 

@@ -12,6 +12,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.batching.auto import AutoBatching
+from loraplex.scheduling.batching.credits import Credits
 from loraplex.scheduling.batching.dynamic import DynamicBatching
 from loraplex.scheduling.batching.grouped import EndPace
 from loraplex.scheduling.batching.merged_only import MergedOnly
@@ -156,6 +157,12 @@ class Batcher:
             "owed_credit_s": sum(balance for balance in balances.values() if balance > 0),
         }
 
+    def check_integrity(self) -> None:
+        """Assert that there is memory for what is merged, and that no credit was made or lost."""
+        self.merged.check_integrity()
+        if isinstance(self._policy, DynamicBatching):
+            self._policy.credits.check_integrity()
+
     def _view(self, requests: Sequence[RequestState], known: RequestTable, *, any_waits: bool) -> View:
         return View(
             requests=requests,
@@ -193,7 +200,7 @@ def _policy_of(config: SchedulerConfig) -> BatchingPolicy | None:
         case Batching.MERGED:
             return MergedOnly()
         case Batching.DYNAMIC:
-            return DynamicBatching(AdaptiveThresholds(config.tuning))
+            return DynamicBatching(AdaptiveThresholds(config.tuning), Credits(config.credits))
         case Batching.AUTO:
             return AutoBatching(config.max_delay)
         case _:

@@ -31,6 +31,8 @@ _FIRST_SELECTED: Final = -(1 << 40)
 """The position of the first selected request: below those of all others, above those of preempted ones."""
 _RECENT: Final = 32
 """Ends of running requests that the rate of ends is taken from."""
+_CAUTION: Final = 1.5
+"""Standard deviations by which fewer requests may end than expected."""
 _position = attrgetter("queue_position")
 
 
@@ -39,6 +41,12 @@ class EndPace(NamedTuple):
 
     first_s: float
     per_s: float
+
+    def num_within(self, seconds: float) -> float:
+        """Return how many requests will have ended after so many seconds, nearly for certain: they end at
+        random, so it is by `_CAUTION` standard deviations fewer than expected."""
+        expected = max(seconds - self.first_s, 0.0) * self.per_s
+        return max(expected - _CAUTION * math.sqrt(expected), 0.0)
 
 
 class _Turn(NamedTuple):
@@ -236,7 +244,7 @@ class GroupedQueue(WaitingQueue):
                 dues_s.append(now_s + self._allowed_s(turn.request, now_s))
         return min(
             (
-                num_places - number + max(due_s - now_s - pace.first_s, 0.0) * pace.per_s
+                num_places - number + pace.num_within(due_s - now_s)
                 for number, due_s in enumerate(sorted(dues_s), start=1)
             ),
             default=math.inf,

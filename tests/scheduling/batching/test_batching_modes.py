@@ -19,6 +19,7 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.perf.line import Line
 from loraplex.perf.subject import Subject, shape_key
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.batching.credits import CreditLimits
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.host_kv import HostKV
 from loraplex.scheduling.memory import Memory, SeparateMemory
@@ -39,34 +40,51 @@ SHAPE = ModelShape(
     vocab_size=100,
     max_position=64,
 )
-COSTS = replace(
-    default_cost_model(
-        Subject(machine="one", device="cpu", model=shape_key(SHAPE), dtype="float32", num_layers=2),
-        SHAPE,
-        num_cores=2,
-    ),
-    merge=Line(latency_s=1e-4, unit_s=0.0),
+GUESSED = default_cost_model(
+    Subject(machine="one", device="cpu", model=shape_key(SHAPE), dtype="float32", num_layers=2),
+    SHAPE,
+    num_cores=2,
 )
+LORA_S = 0.1
+COSTS = replace(
+    GUESSED,
+    merge=Line(latency_s=1e-4, unit_s=0.0),
+    step=replace(GUESSED.step, terms=replace(GUESSED.step.terms, lora_s=LORA_S)),
+)
+"""Costs by which adapters take longer than anything else in a step, so that merging gains much."""
+CREDITS = CreditLimits(initial=0.5, normal=0.505, starving=0.52)
+"""An adapter that merges may displace four requests, and one starves after ten merged steps."""
+ROOMY = DelayBound(share=0.0, seconds=10.0)
 MODES = list(Batching)
 
 
 class Bench:
     """An engine without a model: tokens are made up, loads end when the test says so."""
 
-    def __init__(self, seed: int, batching: Batching, *, shared: bool, max_running: int = 4) -> None:
+    def __init__(
+        self,
+        seed: int,
+        batching: Batching,
+        *,
+        shared: bool,
+        max_running: int = 4,
+        max_delay: DelayBound | None = None,
+        num_blocks: int = 24,
+    ) -> None:
         self.random = random.Random(seed)
         swaps = HostKV(12, 8 * UNIT) if self.random.random() < 0.5 else None
         self.memory: Memory = (
             Arena(num_pages=16, page_bytes=8 * UNIT, block_size=BLOCK, host_kv=swaps)
             if shared
-            else SeparateMemory(num_blocks=24, block_size=BLOCK, adapter_bytes=24 * UNIT)
+            else SeparateMemory(num_blocks=num_blocks, block_size=BLOCK, adapter_bytes=24 * UNIT)
         )
         config = SchedulerConfig(
             max_model_len=48,
             work=StepWork(max_tokens=16),
             max_running=max_running,
             batching=batching,
-            max_delay=DelayBound(share=0.25, seconds=self.random.choice([0.0, 0.01, 10.0])),
+            max_delay=max_delay or DelayBound(share=0.25, seconds=self.random.choice([0.0, 0.01, 10.0])),
+            credits=CREDITS,
         )
         self.scheduler = Scheduler(config, self.memory, DriftWatch(COSTS))
         self.ahead = self.random.randint(0, 1)
@@ -78,6 +96,7 @@ class Bench:
         self.ended: set[str] = set()
         self.num_added = 0
         self.merged: str | None = None
+        self.num_dropped = 0  # merged weights that were given back
         self.modes: set[str | None] = set()
         self.copies: list[tuple[BlockCopy, bool]] = []
         self.num_seats = 2 * max_running
@@ -115,6 +134,7 @@ class Bench:
         self.loading += [load.version for load in plan.adapter_loads]
         if plan.drops_merged:
             self.merged = None
+            self.num_dropped += 1
         if plan.merge is not None:
             self.merged = plan.merge
         if plan.merged is not None:
@@ -247,6 +267,33 @@ def test_a_paused_request_keeps_its_keys_and_values_and_goes_on() -> None:
     assert bench.scheduler.stats(0).num_preemptions == 0
 
 
+def test_auto_pauses_others_while_one_adapter_is_merged() -> None:
+    bench = Bench(1, Batching.AUTO, shared=False, max_delay=ROOMY)
+    for adapter in "aaab":
+        bench.add(adapter, num_output=25)
+    bench.run_all()
+    stats = bench.scheduler.stats(0)
+    assert stats.num_merged_steps > 0
+    assert stats.num_pauses > 0
+    assert bench.ended == set("0123")
+
+
+def test_an_adapter_that_waited_for_long_runs_first_under_dynamic() -> None:
+    bench = Bench(1, Batching.DYNAMIC, shared=False, num_blocks=100)
+    bench.ahead = 0
+    for adapter in "ab" + "a" * 30:
+        bench.add(adapter, num_output=25)
+    num_first = 0
+    while bench.scheduler.has_work():
+        plan = bench.step()
+        if bench.scheduler.batcher.batch.first and plan.chunks:
+            assert bench.scheduler.batcher.batch.first == {"b"}
+            assert "b" in {chunk.adapter for chunk in plan.chunks}
+            num_first += 1
+    assert num_first > 0, "nothing starved"
+    assert bench.scheduler.stats(0).num_pauses > 0
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_adapter_that_is_removed_while_merged_is_forgotten(shared: bool) -> None:
     bench = Bench(7, Batching.AUTO, shared=shared)
@@ -273,6 +320,9 @@ def test_merged_weights_give_way_to_requests_that_need_their_memory() -> None:
         bench.step()
     for _ in range(30):
         bench.add(bench.random.choice("bcdef"))
+    while not bench.num_dropped:
+        bench.step()
+    assert bench.memory.merged_bytes == 0
     bench.run_all()
     assert bench.ended == set(map(str, range(bench.num_added)))
 

@@ -32,6 +32,14 @@ def requests(adapters: str, *, decoding: bool = True) -> list[RequestState]:
     return made
 
 
+def running(adapters: str) -> list[RequestState]:
+    """Return requests as above that were admitted."""
+    made = requests(adapters)
+    for each in made:
+        each.num_cached = 0
+    return made
+
+
 def view(
     made: Sequence[RequestState],
     *,
