@@ -46,6 +46,23 @@ from loraplex.server.start_notes import context_notes
             ("--tensor-parallel-size=2",),
             "--tensor-parallel-size: it is an option of vLLM; give --tensor-parallel",
         ),
+        (("--quantization", "awq"), "--quantization: it is an option of vLLM; leave it out, and give a model"),
+        (("-q=fp8",), "-q: it is an option of vLLM; leave it out, and give a model"),
+        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype: it is an option of vLLM; leave it out: the KV cache"),
+        (
+            ("--speculative-config", "{}"),
+            "--speculative-config: it is an option of vLLM; leave it out: there is no speculative",
+        ),
+        (
+            ("--no-enable-prefix-caching",),
+            "--no-enable-prefix-caching: it is an option of vLLM; leave it out: what it switches off",
+        ),
+        (("--max_num_seqs", "64"), "--max_num_seqs: it is an option of vLLM; leave it out: up to 256"),
+        (("-O3",), "-O: it is an option of vLLM; leave it out: there is nothing to choose"),
+        (
+            ("--compilation-config.mode", "3"),
+            "--compilation-config: it is an option of vLLM; leave it out: there is nothing to choose",
+        ),
     ],
 )
 def test_an_option_of_vllm_is_told_what_it_is_here(
