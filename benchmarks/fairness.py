@@ -5,9 +5,9 @@
 Ten tenants with equal shares ask a simulated engine on an H200 (the profile of the package) for as much as it
 serves well. Then one of them asks for ten times its share. The others' first tokens are compared with those
 of the run in which it keeps to its share, and of one without it: first come, first served, by fair shares,
-and with --max-borrowing. `fleets` repeats that with several engines behind one address, each of which has
-its own counters. `overload` compares goodput at twice the peak's rate with the peak, `paces` what objectives for the
-time per token change there. `recorded` replays the trace of the VTC paper's artifact, faster, since this
+and with --max-borrowing. `fleets` repeats that with several engines behind one address, each of which has its
+own counters. `overload` compares goodput at twice the peak's rate with the peak, `paces` what objectives for
+the time per token change there. `recorded` replays the trace of the VTC paper's artifact, faster, since this
 engine is, beside the recorded runs of its schedulers; it is left out if their data is not there. `--tiny`
 tests the script, and writes nothing without --out.
 """

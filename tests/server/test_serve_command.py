@@ -46,9 +46,15 @@ from loraplex.server.start_notes import context_notes
             ("--tensor-parallel-size=2",),
             "--tensor-parallel-size: it is an option of vLLM; give --tensor-parallel",
         ),
-        (("--quantization", "awq"), "--quantization: it is an option of vLLM; leave it out, and give a model"),
+        (
+            ("--quantization", "awq"),
+            "--quantization: it is an option of vLLM; leave it out, and give a model",
+        ),
         (("-q=fp8",), "-q: it is an option of vLLM; leave it out, and give a model"),
-        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype: it is an option of vLLM; leave it out: the KV cache"),
+        (
+            ("--kv-cache-dtype", "fp8"),
+            "--kv-cache-dtype: it is an option of vLLM; leave it out: the KV cache",
+        ),
         (
             ("--speculative-config", "{}"),
             "--speculative-config: it is an option of vLLM; leave it out: there is no speculative",
