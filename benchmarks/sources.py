@@ -146,7 +146,10 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
     "vllm_answers.json": {"*": ("loraplex/server/fleet", "tests/server/fleet/vllm_dialect.py")},
     "fleet_vllm.json": {"*": ("loraplex/server/fleet", "loraplex/fleet")},
-    "overload.json": {"*": (*_SERVER, "loraplex/fleet")},
+    **{
+        f"overload{setting}.json": {"*": (*_SERVER, "loraplex/fleet")}
+        for setting in ("", "_tenants", "_fleet")
+    },
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_versions.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_live.json": {"*": (*_SERVER, "loraplex/fleet", "loraplex/twin")},
