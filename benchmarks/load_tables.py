@@ -152,6 +152,18 @@ def _overload_note(result: Result, setting: str) -> str:
     )
 
 
+def quick_profile_note(result: Result) -> str:
+    """Say how long a quick profile takes, and how closely it fits."""
+    machine, found = result["machine"], result["results"]
+    decode, prefill = (f"{found[kind]['mean_error']:.1%}" for kind in ("decode", "prefill"))
+    return (
+        f"For the demo's model ({found['model']}) it took {found['duration_s']:.0f} s; its predictions of "
+        f"steps that were not fitted are {decode} off on average (decode) and {prefill} (prompts). Measured "
+        f"{result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, commit "
+        f"{result['git_commit'] or 'unknown'}.\n"
+    )
+
+
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
 

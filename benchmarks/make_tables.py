@@ -69,6 +69,7 @@ CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.jso
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
 START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
+QUICK_PROFILE: Final = "quick_profile.json"
 OVERLOAD, OVERLOAD_TENANTS, OVERLOAD_FLEET = (
     f"overload{setting}.json" for setting in ("", "_tenants", "_fleet")
 )
@@ -117,6 +118,9 @@ TABLES: Final[dict[str, Table]] = {
     "cpu-shared-machine": Table((SHARED,), load_tables.shared_note),
     "holdups": Table((HOLDUPS,), load_tables.holdups_table, if_missing="Not measured yet.\n"),
     "holdups-machine": Table((HOLDUPS,), load_tables.holdups_note, if_missing=""),
+    "quick-profile": Table(
+        (QUICK_PROFILE,), load_tables.quick_profile_note, if_missing="Not measured yet.\n"
+    ),
     "overload": Table((OVERLOAD,), load_tables.overload_table, if_missing="Not measured yet.\n"),
     "overload-machine": Table((OVERLOAD,), load_tables.overload_note, if_missing=""),
     "overload-tenants": Table(

@@ -184,6 +184,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "*": ("loraplex/perf", "loraplex/twin", *_PLANNER),
     },
     "fairness.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "benchmarks/fairness.py")},
+    "quick_profile.json": {"*": (*_ENGINE, "loraplex/bench/profile_scenarios.py")},
     "quotas.json": {"*": ("loraplex/server/tenants", "loraplex/server/generation_routes.py")},
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
