@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--setting", choices=list(FILES), default="server")
     parser.add_argument("--max-ttft", type=float, default=1.0, help="seconds")
-    parser.add_argument("--window-s", type=float, default=Load.window_s, help="seconds of each window")
+    parser.add_argument("--window-s", type=float, default=Load().window_s, help="seconds of each window")
     parser.add_argument("--replicas", type=int, default=1, help="of the fleet; each needs a core")
     parser.add_argument("--tiny", action="store_true", help="short windows: tries the script")
     parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"))
