@@ -44,11 +44,16 @@ class Engine:
 
 
 def loraplex(
-    checkpoint: Checkpoint, *, state_dir: Path, extra: tuple[str, ...] = (), program: str | None = None
+    checkpoint: Checkpoint,
+    *,
+    state_dir: Path,
+    command: tuple[str, ...] = ("serve",),
+    extra: tuple[str, ...] = (),
+    program: str | None = None,
 ) -> Engine:
     args = (
         program or str(Path(sys.executable).with_name("loraplex")),
-        *("serve", "--model", str(checkpoint.base)),
+        *(*command, "--model", str(checkpoint.base)),
         *("--adapters", str(checkpoint.adapters)),
         *("--dtype", "float32", "--port", "{port}", "--state-dir", str(state_dir)),
         *extra,

@@ -1,15 +1,15 @@
 """Measure in the twin how tenants share an engine, and what it refuses under overload.
 
-    python -m benchmarks.fairness                 # some minutes; no GPU
+    python -m benchmarks.fairness                 # ten minutes of one core; no GPU
 
 Ten tenants with equal shares ask a simulated engine on an H200 (the profile of the package) for as much as it
 serves well. Then one of them asks for ten times its share. The others' first tokens are compared with those
 of the run in which it keeps to its share, and of one without it: first come, first served, by fair shares,
-and with --max-borrowing. `overload` compares goodput at twice the peak's rate with the peak, `paces` what
-objectives for the time per token change there. `recorded`
-replays the trace of the VTC paper's artifact, faster, since this engine is, beside the recorded runs of its
-schedulers; it is left out if their data is not there. `--tiny` tests the script, and writes nothing without
---out.
+and with --max-borrowing. `fleets` repeats that with several engines behind one address, each of which has its
+own counters. `overload` compares goodput at twice the peak's rate with the peak, `paces` what objectives for
+the time per token change there. `recorded` replays the trace of the VTC paper's artifact, faster, since this
+engine is, beside the recorded runs of its schedulers; it is left out if their data is not there. `--tiny`
+tests the script, and writes nothing without --out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
 from loraplex.core.tenants import TenantPolicy
 from loraplex.core.whole_file import write_whole
-from loraplex.fleet.policy import Policy
+from loraplex.fleet.policy import AUTO, Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns
@@ -45,10 +45,12 @@ DATA: Final = Path("../shared/data")
 TRACE: Final = "traces/vtc_lmsys_arena_27clients.csv.gz"
 RECORDED: Final = "measurements/vtc_slora_perrequest_realtrace.csv.gz"
 PROFILE: Final = "h200-llama-3-8b"
+FLEETS: Final = (2, 4)
+"""Numbers of replicas at which neighbours are compared as well."""
 NUM_TENANTS: Final = 10
 ADAPTERS_EACH: Final = 3
 SHARE_RPS: Final = 5.5
-"""Requests per second of a tenant that keeps to its share; all ten together ask for 85% of the peak."""
+"""Requests per second and replica of a tenant that keeps to its share; all ten ask for 85% of the peak."""
 NOISE: Final = 10.0
 SLO_TTFT_S: Final = 2.0
 SLO_TPT_S: Final = 0.02
@@ -89,14 +91,19 @@ def traffic(rates: Sequence[float], duration_s: float) -> list[WorkloadRequest]:
 
 
 def served(
-    model: CostModel, workload: Sequence[WorkloadRequest], duration_s: float, **options: Any
+    model: CostModel,
+    workload: Sequence[WorkloadRequest],
+    duration_s: float,
+    *,
+    num_replicas: int = 1,
+    **options: Any,
 ) -> list[RequestOutcome]:
-    """Return what became of the requests on one engine behind a server."""
+    """Return the outcome of each request on a server of one engine, or on a fleet with its default policy."""
     chosen = ReplayOptions(
         num_adapters=NUM_TENANTS * ADAPTERS_EACH, ranks=(16,), until_s=duration_s, **options
     )
-    runs = FleetRuns(model, workload, FleetOptions(num_replicas=1, replay=chosen))
-    return list(runs.run(Policy.of("round-robin", None)).all.requests)
+    runs = FleetRuns(model, workload, FleetOptions(num_replicas=num_replicas, replay=chosen))
+    return list(runs.run(Policy.of(AUTO)).all.requests)
 
 
 def figures(requests: Sequence[RequestOutcome], tenants: Sequence[str], duration_s: float) -> dict[str, Any]:
@@ -110,6 +117,9 @@ def figures(requests: Sequence[RequestOutcome], tenants: Sequence[str], duration
     counted_s = duration_s - WARM_S
     by_tenant = tenant_figures(named, (), duration_s=counted_s, slo=Slo(ttft_s=SLO_TTFT_S))
     others = [each for each in named if each.request.tenant != "t0" and not each.refused]
+    admitted = [
+        each for each in named if each.request.arrival_s < duration_s - SLO_TTFT_S and not each.refused
+    ]
     waits_s = [duration_s - each.request.arrival_s if each.ttft_s is None else each.ttft_s for each in others]
     return {
         "requests": len(named),
@@ -119,8 +129,13 @@ def figures(requests: Sequence[RequestOutcome], tenants: Sequence[str], duration
         "noisy_refused": by_tenant["t0"].num_refused if "t0" in by_tenant else 0,
         "noisy_goodput_per_s": by_tenant["t0"].goodput_rps if "t0" in by_tenant else 0.0,
         "goodput_per_s": sum(each.goodput_rps for each in by_tenant.values()),
+        "admitted_in_time": sum(_in_time(each) for each in admitted) / len(admitted),
         "jain": evenness(requests, tenants),
     }
+
+
+def _in_time(outcome: RequestOutcome) -> bool:
+    return outcome.ttft_s is not None and outcome.ttft_s <= SLO_TTFT_S
 
 
 def evenness(requests: Sequence[RequestOutcome], tenants: Sequence[str]) -> float:
@@ -138,23 +153,23 @@ def evenness(requests: Sequence[RequestOutcome], tenants: Sequence[str]) -> floa
     return jain([service[each] / part for each, part in zip(names, parts, strict=True) if part > 0])
 
 
-def neighbours(model: CostModel, duration_s: float) -> dict[str, Any]:
-    """Let one tenant ask for ten times its share."""
-    others, rights = [SHARE_RPS] * (NUM_TENANTS - 1), policies(SLO_TTFT_S)
+def neighbours(model: CostModel, duration_s: float, num_replicas: int) -> dict[str, Any]:
+    """Let one tenant ask for ten times its share of so many replicas."""
+    share_rps, rights = SHARE_RPS * num_replicas, policies(SLO_TTFT_S)
     found: dict[str, Any] = {}
     for name, rate, options in (
         ("without it", 0.0, {"tenants": rights}),
-        ("at its share", SHARE_RPS, {"tenants": rights}),
-        ("first come, first served", NOISE * SHARE_RPS, {}),
-        ("fair shares", NOISE * SHARE_RPS, {"tenants": rights}),
-        ("fair shares, borrowing 10%", NOISE * SHARE_RPS, {"tenants": rights, "max_borrowing": 0.1}),
-        ("fair shares, borrowing 0%", NOISE * SHARE_RPS, {"tenants": rights, "max_borrowing": 0.0}),
+        ("at its share", share_rps, {"tenants": rights}),
+        ("first come, first served", NOISE * share_rps, {}),
+        ("fair shares", NOISE * share_rps, {"tenants": rights}),
+        ("fair shares, borrowing 10%", NOISE * share_rps, {"tenants": rights, "max_borrowing": 0.1}),
+        ("fair shares, borrowing 0%", NOISE * share_rps, {"tenants": rights, "max_borrowing": 0.0}),
     ):
-        workload = traffic([rate, *others], duration_s)
+        workload = traffic([rate] + [share_rps] * (NUM_TENANTS - 1), duration_s)
         sent = workload if "tenants" in options else [replace(each, tenant="") for each in workload]
-        requests = served(model, sent, duration_s, **options)
+        requests = served(model, sent, duration_s, num_replicas=num_replicas, **options)
         found[name] = figures(requests, [each.tenant for each in workload], duration_s)
-        print(f"{name}: {json.dumps(found[name])}", flush=True)
+        print(f"{num_replicas} replicas, {name}: {json.dumps(found[name])}", flush=True)
     for row in found.values():
         for name in ("at its share", "without it"):
             row[f"over {name}"] = row["others_ttft_p95_s"] / found[name]["others_ttft_p95_s"]
@@ -164,20 +179,22 @@ def neighbours(model: CostModel, duration_s: float) -> dict[str, Any]:
 def overload(model: CostModel, duration_s: float) -> dict[str, Any]:
     """Compare goodput at twice the peak's rate with the peak, with and without objectives."""
 
-    def goodput(rate: float, *, bounded: bool) -> float:
+    def run(rate: float, *, bounded: bool) -> dict[str, Any]:
         workload = traffic([rate / NUM_TENANTS] * NUM_TENANTS, duration_s)
         options: dict[str, Any] = {"tenants": policies(SLO_TTFT_S)} if bounded else {}
         requests = served(model, workload, duration_s, **options)
-        return float(figures(requests, [each.tenant for each in workload], duration_s)["goodput_per_s"])
+        return figures(requests, [each.tenant for each in workload], duration_s)
 
-    tried = {rate: goodput(rate, bounded=False) for rate in PEAK_RATES}
+    tried = {rate: run(rate, bounded=False)["goodput_per_s"] for rate in PEAK_RATES}
     rate = max(tried, key=lambda each: tried[each])
+    twice = run(2 * rate, bounded=True)
     found: dict[str, Any] = {
         "tried": tried,
         "rate": rate,
-        "peak_per_s": max(tried[rate], goodput(rate, bounded=True)),
-        "twice_per_s": goodput(2 * rate, bounded=True),
-        "twice_unbounded_per_s": goodput(2 * rate, bounded=False),
+        "peak_per_s": max(tried[rate], run(rate, bounded=True)["goodput_per_s"]),
+        "twice_per_s": twice["goodput_per_s"],
+        "twice_admitted_in_time": twice["admitted_in_time"],
+        "twice_unbounded_per_s": run(2 * rate, bounded=False)["goodput_per_s"],
     }
     found["ratio"] = found["twice_per_s"] / found["peak_per_s"]
     print(json.dumps(found), flush=True)
@@ -328,7 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, duration_s = profile(), 8.0 if args.tiny else 40.0
     beyond = overload(model, duration_s)
     results = {
-        "neighbours": neighbours(model, duration_s),
+        "neighbours": neighbours(model, duration_s, 1),
+        "fleets": {number: neighbours(model, duration_s, number) for number in FLEETS},
         "overload": beyond,
         "paces": paces(model, beyond["rate"], duration_s),
     }

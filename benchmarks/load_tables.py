@@ -86,6 +86,9 @@ def holdups_note(result: Result) -> str:
     )
 
 
+_OVERLOAD_HEADS: Final = ("requests/s", "in time, per s", "refused, failed", "TTFT p95", "a refusal p99")
+
+
 def overload_table(result: Result) -> str:
     """Show goodput at the peak, at twice its rate, and both without the bound."""
     found = result["results"]
@@ -96,28 +99,68 @@ def overload_table(result: Result) -> str:
         *(("the peak", window) for window in bound["peak"]),
         *(("twice its rate", window) for window in bound["overload"]),
     ]
-    lines = [
-        (
-            name,
-            f"{window['rate']:.1f}",
-            f"{window['goodput_per_s']:.2f}",
-            f"{window['refused']}, {window['failed']} of {window['requests']}",
-            _seconds(window["ttft_p95_s"]),
-            "" if window["refusal_p99_ms"] is None else f"{window['refusal_p99_ms']:.0f} ms",
-        )
-        for name, window in rows
-    ]
+    lines = [(name, *_overload_cells(window)) for name, window in rows]
     lines.append(("goodput over the peak's; wanted 95%", "", f"{found['ratio']:.0%}", "", "", "50 ms"))
-    heads = ("requests/s", "in time, per s", "refused, failed", "TTFT p95", "a refusal p99")
-    return table(("rate", *heads), lines)
+    return table(("rate", *_OVERLOAD_HEADS), lines)
+
+
+def overload_tenants_table(result: Result) -> str:
+    """Show the same where one tenant sends all that is too much, and what the others get."""
+    found = result["results"]
+    bound = found["bounded"]
+    rows = [
+        ("the peak, without a bound", found["unbounded"]["peak"]),
+        *(("the peak", window) for window in bound["peak"]),
+        *(("twice its rate", window) for window in bound["overload"]),
+    ]
+    lines = [(name, *_overload_cells(window), _percent(window["others_in_time"])) for name, window in rows]
+    lines.append(("goodput over the peak's; wanted 95%", "", f"{found['ratio']:.0%}", "", "", "50 ms", ""))
+    return table(("rate", *_OVERLOAD_HEADS, "of the others' requests, in time"), lines)
+
+
+def _overload_cells(window: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{window['rate']:.1f}",
+        f"{window['goodput_per_s']:.2f}",
+        f"{window['refused']}, {window['failed']} of {window['requests']}",
+        _seconds(window["ttft_p95_s"]),
+        "" if window["refusal_p99_ms"] is None else f"{window['refusal_p99_ms']:.0f} ms",
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def overload_note(result: Result) -> str:
-    machine, parameters = result["machine"], result["parameters"]
+    parameters = result["parameters"]
+    return _overload_note(result, f"`{parameters['server_options']} --max-ttft {parameters['max_ttft_s']:g}`")
+
+
+def overload_tenants_note(result: Result) -> str:
+    parameters = result["parameters"]
+    return _overload_note(
+        result, f"`{parameters['server_options']}`, objectives of {parameters['max_ttft_s']:g} s"
+    )
+
+
+def _overload_note(result: Result, setting: str) -> str:
+    machine, window_s = result["machine"], result["parameters"]["window_s"]
     return (
         f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, commit "
-        f"{result['git_commit'] or 'unknown'}, `{parameters['server_options']} --max-ttft "
-        f"{parameters['max_ttft_s']:g}`, windows of {parameters['window_s']:g} s.\n"
+        f"{result['git_commit'] or 'unknown'}, {setting}, windows of {window_s:g} s.\n"
+    )
+
+
+def quick_profile_note(result: Result) -> str:
+    """Say how long a quick profile takes, and how closely it fits."""
+    machine, found = result["machine"], result["results"]
+    decode, prefill = (f"{found[kind]['mean_error']:.1%}" for kind in ("decode", "prefill"))
+    return (
+        f"For the demo's model ({found['model']}) it took {found['duration_s']:.0f} s; its predictions of "
+        f"steps that were not fitted are {decode} off on average (decode) and {prefill} (prompts). Measured "
+        f"{result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, commit "
+        f"{result['git_commit'] or 'unknown'}.\n"
     )
 
 

@@ -69,7 +69,10 @@ CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.jso
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
 START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
-OVERLOAD: Final = "overload.json"
+QUICK_PROFILE: Final = "quick_profile.json"
+OVERLOAD, OVERLOAD_TENANTS, OVERLOAD_FLEET = (
+    f"overload{setting}.json" for setting in ("", "_tenants", "_fleet")
+)
 FRONT, KILLS, LIVE, VLLM = "fleet_front.json", "fleet_kills.json", "fleet_live.json", "fleet_vllm.json"
 VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
@@ -115,8 +118,17 @@ TABLES: Final[dict[str, Table]] = {
     "cpu-shared-machine": Table((SHARED,), load_tables.shared_note),
     "holdups": Table((HOLDUPS,), load_tables.holdups_table, if_missing="Not measured yet.\n"),
     "holdups-machine": Table((HOLDUPS,), load_tables.holdups_note, if_missing=""),
+    "quick-profile": Table(
+        (QUICK_PROFILE,), load_tables.quick_profile_note, if_missing="Not measured yet.\n"
+    ),
     "overload": Table((OVERLOAD,), load_tables.overload_table, if_missing="Not measured yet.\n"),
     "overload-machine": Table((OVERLOAD,), load_tables.overload_note, if_missing=""),
+    "overload-tenants": Table(
+        (OVERLOAD_TENANTS,), load_tables.overload_tenants_table, if_missing="Not measured yet.\n"
+    ),
+    "overload-tenants-machine": Table((OVERLOAD_TENANTS,), load_tables.overload_tenants_note, if_missing=""),
+    "overload-fleet": Table((OVERLOAD_FLEET,), load_tables.overload_table, if_missing="Not measured yet.\n"),
+    "overload-fleet-machine": Table((OVERLOAD_FLEET,), load_tables.overload_note, if_missing=""),
     "structured-libraries": Table((STRUCTURED,), structured_tables.libraries_table),
     "structured-slowest": Table((STRUCTURED,), structured_tables.slowest_masks),
     "structured-libraries-machine": Table((STRUCTURED,), structured_tables.note),

@@ -1,12 +1,16 @@
 """Measure goodput under overload: requests answered in time at twice the peak's rate, over those at the peak.
 
-    python -m benchmarks.overload                 # about ten minutes on a quiet machine
+    python -m benchmarks.overload                         # six minutes on a quiet machine
+    python -m benchmarks.overload --setting tenants       # as long
+    python -m benchmarks.overload --setting fleet         # as long
 
 A server with a small random model serves requests that arrive at random times (Poisson), each sent once. A
-request is good if it is answered in full and its first token came within the bound. Without `--max-ttft`,
-rates around the server's capacity are tried in turn; the one with the most good requests per second is the
-peak. With it, windows at that rate and at twice that rate take turns. Ratios are within one run, since the
-machine may be shared. `--tiny` tests the script itself in seconds, and writes nothing without --out.
+request is good if it is answered in full and its first token came within the bound. Without a bound, rates
+around the server's capacity are tried in turn; the one with the most good requests per second is the peak.
+With it, windows at that rate and at twice that rate take turns. The bound is `--max-ttft`; in the setting
+`tenants` it is an objective of each of five tenants, one of which sends all requests beyond the peak's rate.
+In the setting `fleet` the server is a fleet's front. Ratios are within one run, since the machine may be
+shared. `--tiny` tests the script itself in seconds, and writes nothing without --out.
 """
 
 from __future__ import annotations
@@ -33,9 +37,16 @@ from benchmarks.servers import RunningServer, running
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
+from loraplex.server.tenants.tenants_edit import add_tenant
 
-FILE: Final = "overload.json"
-RESULTS: Final = Path(__file__).parent / "results" / FILE
+FILES: Final = {
+    "server": "overload.json",
+    "tenants": "overload_tenants.json",
+    "fleet": "overload_fleet.json",
+}
+"""Result files by setting."""
+RESULTS: Final = Path(__file__).parent / "results"
+NUM_TENANTS: Final = 5
 NUM_ADAPTERS: Final = 16
 PROMPT_TOKENS: Final = (64, 256)
 OUTPUT_TOKENS: Final = (16, 64)
@@ -50,21 +61,23 @@ WARM_UP_SHARE: Final = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """The outcome of one request. `ttft_s`: None if it had no token; `total_s`: until its last byte."""
+    """The outcome of one request. `ttft_s`: None if it had no token; `total_s`: until its last byte;
+    `tenant`: the number of its tenant, of which 0 asks for too much."""
 
     status: int
     ttft_s: float | None
     total_s: float
     is_whole: bool
+    tenant: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """The length of windows, and the number of requests in flight to measure a server's capacity."""
 
-    window_s: float = 40.0
+    window_s: float = 20.0
     num_at_a_time: int = 64
-    rounds: int = 3
+    rounds: int = 4
 
 
 def summarized(seen: Sequence[Seen], *, counted_s: float, max_ttft_s: float) -> dict[str, Any]:
@@ -72,6 +85,7 @@ def summarized(seen: Sequence[Seen], *, counted_s: float, max_ttft_s: float) -> 
     good = [each for each in seen if each.is_whole and each.ttft_s is not None and each.ttft_s <= max_ttft_s]
     whole = [each.ttft_s for each in seen if each.is_whole and each.ttft_s is not None]
     refused = [each.total_s for each in seen if each.status == 429]
+    num_others = sum(each.tenant != 0 for each in seen)
     return {
         "requests": len(seen),
         "good": len(good),
@@ -79,6 +93,9 @@ def summarized(seen: Sequence[Seen], *, counted_s: float, max_ttft_s: float) -> 
         "refused": len(refused),
         "failed": len(seen) - len(whole) - len(refused),
         "goodput_per_s": round(len(good) / counted_s, 3),
+        "others_in_time": round(sum(each.tenant != 0 for each in good) / num_others, 4)
+        if num_others
+        else None,
         "ttft_p50_s": _quantile(whole, 0.5),
         "ttft_p95_s": _quantile(whole, 0.95),
         "refused_within_50_ms": None
@@ -96,10 +113,13 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 
 class Client:
-    """Sends requests of random lengths for random adapters."""
+    """Sends requests of random lengths for random adapters, by tenants with these keys."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, seed: int) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, base_url: str, *, seed: int, keys: Sequence[str] = ("none",)
+    ) -> None:
         self._session = session
+        self._keys = keys
         self._url = f"{base_url}/v1/completions"
         self._random = random.Random(seed)
 
@@ -107,7 +127,11 @@ class Client:
         """Return the seconds until the next arrival."""
         return self._random.expovariate(rate)
 
-    async def send(self) -> Seen:
+    async def send(self, excess: float = 0.0) -> Seen:
+        """Send a request. `excess`: share of requests that the first tenant sends beyond an equal part."""
+        is_excess = self._random.random() < excess
+        tenant = 0 if is_excess else self._random.randrange(len(self._keys))
+        headers = {"Authorization": f"Bearer {self._keys[tenant]}"}
         num_tokens = self._random.randint(*OUTPUT_TOKENS)
         body = {
             "model": adapter_name(self._random.randrange(NUM_ADAPTERS)),
@@ -118,24 +142,26 @@ class Client:
         }
         sent_s = time.perf_counter()
         ttft_s, said = None, b""
-        async with self._session.post(self._url, json=body) as response:
+        async with self._session.post(self._url, json=body, headers=headers) as response:
             async for chunk in response.content.iter_any():
                 if ttft_s is None and response.status == 200:
                     ttft_s = time.perf_counter() - sent_s
                 said = (said + chunk)[-64:]
         is_whole = response.status == 200 and said.rstrip().endswith(b"[DONE]")
         total_s = time.perf_counter() - sent_s
-        return Seen(status=response.status, ttft_s=ttft_s, total_s=total_s, is_whole=is_whole)
+        return Seen(status=response.status, ttft_s=ttft_s, total_s=total_s, is_whole=is_whole, tenant=tenant)
 
 
-async def window(client: Client, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+async def window(
+    client: Client, *, rate: float, load: Load, max_ttft_s: float, excess: float = 0.0
+) -> dict[str, Any]:
     """Send requests at this rate for one window; return the figures of those after its warm-up."""
     begun_s = due_s = time.perf_counter()
     counted: list[asyncio.Task[Seen]] = []
     async with asyncio.TaskGroup() as requests:
         while (due_s := due_s + client.next_s(rate)) < begun_s + load.window_s:
             await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
-            task = requests.create_task(client.send())
+            task = requests.create_task(client.send(excess))
             if due_s >= begun_s + WARM_UP_SHARE * load.window_s:
                 counted.append(task)
     counted_s = (1 - WARM_UP_SHARE) * load.window_s
@@ -167,8 +193,10 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-async def _measure(client: Client, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
-    found = await window(client, rate=rate, load=load, max_ttft_s=max_ttft_s)
+async def _measure(
+    client: Client, rate: float, load: Load, max_ttft_s: float, excess: float = 0.0
+) -> dict[str, Any]:
+    found = await window(client, rate=rate, load=load, max_ttft_s=max_ttft_s, excess=excess)
     print(json.dumps(found), flush=True)
     return found
 
@@ -184,15 +212,17 @@ async def unbounded(base_url: str, *, load: Load, max_ttft_s: float) -> dict[str
     return {"capacity_per_s": round(most, 3), "tried": tried, "peak": peak, "overload": beyond}
 
 
-async def bounded(base_url: str, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+async def bounded(
+    base_url: str, *, rate: float, load: Load, max_ttft_s: float, keys: Sequence[str] = ("none",)
+) -> dict[str, Any]:
     """Run windows at the peak's rate and at twice that rate, in turn; the first one is a warm-up."""
     at_peak, beyond = [], []
     async with session() as connections:
-        client = Client(connections, base_url, seed=2)
+        client = Client(connections, base_url, seed=2, keys=keys)
         await _measure(client, rate, load, max_ttft_s)
         for _ in range(load.rounds):
             at_peak.append(await _measure(client, rate, load, max_ttft_s))
-            beyond.append(await _measure(client, OVERLOAD * rate, load, max_ttft_s))
+            beyond.append(await _measure(client, OVERLOAD * rate, load, max_ttft_s, 1 - 1 / OVERLOAD))
     return {"peak": at_peak, "overload": beyond}
 
 
@@ -206,42 +236,81 @@ def ratio(without: dict[str, Any], bound: dict[str, Any]) -> float:
     return round(beyond / most, 3) if most else 0.0
 
 
+def server_options(args: argparse.Namespace) -> str:
+    replicas = f"--replicas {args.replicas} " if args.setting == "fleet" else ""
+    return f"{replicas}{args.server_options}"
+
+
+class Servers:
+    """The servers of a setting. They have one state folder, so that all but the first start quickly."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self._args, self._scratch = args, scratch
+        self._model = checkpoint(args.work_dir.resolve() / "checkpoint-16", num_adapters=NUM_ADAPTERS)
+
+    def run(self, *options: str) -> AbstractContextManager[RunningServer]:
+        """Run a server with these options."""
+        engine = engines.loraplex(
+            self._model,
+            state_dir=self._scratch,
+            program=self._args.loraplex,
+            command=("fleet", "serve") if self._args.setting == "fleet" else ("serve",),
+            extra=(*server_options(self._args).split(), *options),
+        )
+        return running(engine.command, log_path=self._args.work_dir / "overload.log")
+
+    def bound(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the options that bound the time to the first token, and the keys of clients."""
+        bound_s = f"{self._args.max_ttft:g}"
+        if self._args.setting != "tenants":
+            return ("--max-ttft", bound_s), ("none",)
+        file, rights = self._scratch / "tenants.toml", {"adapters": ["*"], "slo_ttft": self._args.max_ttft}
+        keys = [add_tenant(file, f"t{number}", rights) for number in range(NUM_TENANTS)]
+        return ("--tenants", str(file)), keys
+
+
+def measured(args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    """Measure a setting's servers, without a bound and with it."""
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
+        servers = Servers(args, Path(scratch))
+        with servers.run() as started:
+            without = asyncio.run(unbounded(started.base_url, load=load, max_ttft_s=args.max_ttft))
+        options, keys = servers.bound()
+        with servers.run(*options) as started:
+            rate = without["peak"]["rate"]
+            bound = asyncio.run(
+                bounded(started.base_url, rate=rate, load=load, max_ttft_s=args.max_ttft, keys=keys)
+            )
+    return {"unbounded": without, "bounded": bound, "ratio": ratio(without, bound)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--setting", choices=list(FILES), default="server")
     parser.add_argument("--max-ttft", type=float, default=1.0, help="seconds")
+    parser.add_argument("--window-s", type=float, default=Load().window_s, help="seconds of each window")
+    parser.add_argument("--replicas", type=int, default=1, help="of the fleet; each needs a core")
     parser.add_argument("--tiny", action="store_true", help="short windows: tries the script")
     parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--out", type=Path, help=f"default: results/{FILE}, nothing if --tiny")
+    parser.add_argument("--out", type=Path, help="default: a file of results/, nothing if --tiny")
     parser.add_argument("--loraplex", help="the loraplex program (default: beside this Python)")
-    parser.add_argument("--server-options", default="--threads 1", help="further options of `loraplex serve`")
+    parser.add_argument("--server-options", default="--threads 1", help="further options of the server")
     args = parser.parse_args(argv)
-    load = Load(window_s=2.0, num_at_a_time=8, rounds=1) if args.tiny else Load()
+    file = FILES[args.setting]
+    load = Load(window_s=2.0, num_at_a_time=8, rounds=1) if args.tiny else Load(window_s=args.window_s)
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    served = checkpoint(args.work_dir.resolve() / "checkpoint-16", num_adapters=NUM_ADAPTERS)
-    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
-
-        def server(*extra: str) -> AbstractContextManager[RunningServer]:
-            options = (*args.server_options.split(), *extra)
-            engine = engines.loraplex(served, state_dir=Path(scratch), program=args.loraplex, extra=options)
-            return running(engine.command, log_path=args.work_dir / "overload.log")
-
-        with server() as started:
-            without = asyncio.run(unbounded(started.base_url, load=load, max_ttft_s=args.max_ttft))
-        with server("--max-ttft", f"{args.max_ttft:g}") as started:
-            rate = without["peak"]["rate"]
-            bound = asyncio.run(bounded(started.base_url, rate=rate, load=load, max_ttft_s=args.max_ttft))
-    results = {"unbounded": without, "bounded": bound, "ratio": ratio(without, bound)}
+    results = measured(args, load)
     print(f"goodput at {OVERLOAD:g}x the peak's rate: {results['ratio']:.1%} of the peak's; wanted 95%")
-    soon = [each["refused_within_50_ms"] for each in bound["overload"] if each["refused"]]
+    soon = [each["refused_within_50_ms"] for each in results["bounded"]["overload"] if each["refused"]]
     print(f"refusals within 50 ms: {', '.join(f'{each:.1%}' for each in soon) or '-'}; wanted 95%")
-    out = args.out or (None if args.tiny else RESULTS)
+    out = args.out or (None if args.tiny else RESULTS / file)
     if out is not None:
         parameters = {"max_ttft_s": args.max_ttft, "window_s": load.window_s, "rounds": load.rounds}
         document = environment() | {
-            "sources": fingerprints(FILE),
-            "parameters": parameters | {"server_options": args.server_options},
+            "sources": fingerprints(file),
+            "parameters": parameters | {"server_options": server_options(args)},
             "results": results,
         }
         write_whole(out, json.dumps(document, indent=1) + "\n")

@@ -146,7 +146,10 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
     "vllm_answers.json": {"*": ("loraplex/server/fleet", "tests/server/fleet/vllm_dialect.py")},
     "fleet_vllm.json": {"*": ("loraplex/server/fleet", "loraplex/fleet")},
-    "overload.json": {"*": (*_SERVER, "loraplex/fleet")},
+    **{
+        f"overload{setting}.json": {"*": (*_SERVER, "loraplex/fleet")}
+        for setting in ("", "_tenants", "_fleet")
+    },
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_versions.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_live.json": {"*": (*_SERVER, "loraplex/fleet", "loraplex/twin")},
@@ -181,6 +184,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "*": ("loraplex/perf", "loraplex/twin", *_PLANNER),
     },
     "fairness.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "benchmarks/fairness.py")},
+    "quick_profile.json": {"*": (*_ENGINE, "loraplex/bench/profile_scenarios.py")},
     "quotas.json": {"*": ("loraplex/server/tenants", "loraplex/server/generation_routes.py")},
     "kv_swap.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload")},
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

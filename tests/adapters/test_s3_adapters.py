@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from adapter_factory import SHAPE, write_adapter
 from botocore.exceptions import ReadTimeoutError
-from botocore.session import Session
-from moto.server import ThreadedMotoServer
+from s3_store import BUCKET, PREFIX, Bucket, s3_store, use_store
 
 from loraplex.adapters import least_rate, s3
 from loraplex.adapters.peft_config import MAX_CONFIG_BYTES
@@ -30,57 +29,23 @@ from loraplex.adapters.s3 import S3Folder, fetch_s3, parse_s3
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import AdapterError, AdapterFetchError, AdapterFormatError, PathNotAllowedError
 
-PIRATE = S3Folder(bucket="models", prefix="loras/pirate")
+PIRATE = S3Folder(bucket=BUCKET, prefix=PREFIX)
 
 
 @pytest.fixture(scope="module")
 def store_url() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-class Bucket:
-    """A bucket, filled by a client of the test's own."""
-
-    def __init__(self, url: str) -> None:
-        self.client: Any = Session().create_client("s3", endpoint_url=url, region_name="us-east-1")
-        self.client.create_bucket(Bucket=PIRATE.bucket)
-
-    def put(self, files: dict[str, bytes] | Path, prefix: str = PIRATE.prefix) -> None:
-        if isinstance(files, Path):
-            files = {path.name: path.read_bytes() for path in files.iterdir()}
-        for name, data in files.items():
-            self.client.put_object(Bucket=PIRATE.bucket, Key=f"{prefix}/{name}", Body=data)
-
-    def empty(self) -> None:
-        self.client.delete_bucket_policy(Bucket=PIRATE.bucket)
-        for each in self.client.list_objects_v2(Bucket=PIRATE.bucket).get("Contents", ()):
-            self.client.delete_object(Bucket=PIRATE.bucket, Key=each["Key"])
+    with s3_store() as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
 def environment(store_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store_url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    use_store(store_url, monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def module_bucket(store_url: str) -> Bucket:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "a-key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
-        return Bucket(store_url)
+    return Bucket(store_url)
 
 
 @pytest.fixture

@@ -104,9 +104,10 @@ def everything_is_free(url: str) -> bool:
     )
 
 
-def complete(url: str, model: str, **fields: Any) -> str:
+def complete(url: str, model: str, key: str = "none", **fields: Any) -> str:
     """Return the greedy answer to a fixed prompt."""
     body = {"model": model, "prompt": "the dog", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
-    answer = httpx.post(f"{url}/v1/completions", json=body | fields, timeout=PATIENCE_S)
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{url}/v1/completions", json=body | fields, headers=headers, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
