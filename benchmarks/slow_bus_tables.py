@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_cold import BURST
+from benchmarks.gpu_cold import BURST, SETUPS
 from benchmarks.markdown import Result, table
 
 
@@ -28,24 +28,38 @@ def _cases(found: Result) -> list[tuple[str, dict[str, float]]]:
     cases.append((f"{BURST} at once", {name: times["mean"] for name, times in found["burst"].items()}))
     for name, setup in found["setups"].items():
         means = {policy: one["ttft_ms"]["mean"] for policy, one in setup["policies"].items()}
-        cases.append((f"{name}: rank {setup['rank']}, {setup['requests_per_s']:g} requests/s", means))
+        cases.append((_title(name, setup["rank"], setup["requests_per_s"]), means))
     return cases
 
 
 def twin_table(measured: Result, simulated: Result) -> str:
-    """Return the mean TTFT that the twin predicts, and how far that is off what was measured."""
+    """Return the mean TTFT that the twin predicts, and how far that is off what was measured, if it was."""
     rows = []
-    for rate, section in measured.items():
-        predicted = simulated["ttft_mean_ms"][rate]
-        by_case = (*predicted["idle"].values(), predicted["burst"], *predicted["setups"].values())
-        for (case, means_ms), found_ms in zip(_cases(section["results"]), by_case, strict=True):
-            cells = (
-                f"{found_ms[policy]:.1f} ms ({found_ms[policy] / mean_ms - 1:+.0%})"
-                for policy, mean_ms in means_ms.items()
-            )
+    for rate, predicted in simulated["ttft_mean_ms"].items():
+        measured_ms = dict(_cases(measured[rate]["results"]))
+        for case, found_ms in _simulated_cases(predicted):
+            cells = (_deviation(each, measured_ms.get(case, {}).get(name)) for name, each in found_ms.items())
             rows.append([rate, case, *cells])
     policies = list(next(iter(_cases(next(iter(measured.values()))["results"])))[1])
     return table(["copies", "case", *(f"`{policy}`" for policy in policies)], rows)
+
+
+def _simulated_cases(predicted: Result) -> list[tuple[str, dict[str, float]]]:
+    """As `_cases`, of what the twin predicts."""
+    setups = {setup.name: _title(setup.name, setup.rank, setup.requests_per_s) for setup in SETUPS}
+    return [
+        *((f"one request, {tokens}", means) for tokens, means in predicted["idle"].items()),
+        (f"{BURST} at once", predicted["burst"]),
+        *((setups[name], means) for name, means in predicted["setups"].items()),
+    ]
+
+
+def _title(name: str, rank: int, requests_per_s: float) -> str:
+    return f"{name}: rank {rank}, {requests_per_s:g} requests/s"
+
+
+def _deviation(found_ms: float, measured_ms: float | None) -> str:
+    return f"{found_ms:.1f} ms" + ("" if measured_ms is None else f" ({found_ms / measured_ms - 1:+.0%})")
 
 
 def twin_note(simulated: Result) -> str:

@@ -106,9 +106,9 @@ def test_nobody_is_overtaken_for_ever(order: type[Order]) -> None:
         (policy_starts.always, 5000, 8, True),
         (policy_starts.never, 1, 8, False),
         (policy_starts.by(StartPolicy), 5000, 8, False),
-        (policy_starts.by(policy_starts.GainAgainstDelays), 5000, 8, True),
-        (policy_starts.by(policy_starts.GainAgainstDelays), 5000, 64, False),
-        (policy_starts.by(policy_starts.HeavyDecodes), 5000, 8, False),
+        (policy_starts.by(policy_starts.GainAgainstDelays), 500, 8, True),
+        (policy_starts.by(policy_starts.GainAgainstDelays), 500, 64, False),
+        (policy_starts.by(policy_starts.HeavyDecodes), 500, 8, False),
     ],
 )
 def test_start_policies_let_others_wait_by_their_own_rule(
