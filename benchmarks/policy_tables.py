@@ -95,8 +95,15 @@ def victims_table(result: Result) -> str:
         found = result[_BY_SEED]
     except KeyError:
         raise TableError(f"the section {_BY_SEED!r} is missing; run benchmarks.policies {_BY_SEED}") from None
-    figures = (("ttft_mean_s", 1e3), ("ttft_p99_s", 1e3), ("e2e_mean_s", 1e3), ("disk_reads", 1.0))
-    lines = [(name, *(_paired(load, *each) for each in figures)) for name, load in found["loads"].items()]
+    figures = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
+    lines = [
+        (
+            name,
+            *(_paired(load, each) for each in figures),
+            f"{load['lru']['disk_reads']['mean']:,.0f} to {load['by_value']['disk_reads']['mean']:,.0f}",
+        )
+        for name, load in found["loads"].items()
+    ]
     headings = ("LRU to value", "TTFT, mean, ms", "p99, ms", "E2E, mean, ms", "reads from disk")
     return table(headings, lines)
 
@@ -121,12 +128,12 @@ def _before_and_after(load: Result, name: str, factor: float) -> str:
     return f"{means}: {shipped['mean'] / former['mean'] - 1:+.1%} (seeds {span(seeds, '+.1%')})"
 
 
-def _paired(load: Result, name: str, factor: float) -> str:
-    """Return both means, the change, and two standard errors of the change by the seeds' own."""
+def _paired(load: Result, name: str) -> str:
+    """Return both means in milliseconds, the change, and two standard errors of the seeds' changes."""
     lru, by_value = load["lru"][name], load["by_value"][name]
     changes = [new / old - 1 for new, old in zip(by_value["runs"], lru["runs"], strict=True)]
     error = 2 * stdev(changes) / math.sqrt(len(changes))
-    means = f"{lru['mean'] * factor:,.0f} to {by_value['mean'] * factor:,.0f}"
+    means = f"{lru['mean'] * 1e3:,.0f} to {by_value['mean'] * 1e3:,.0f}"
     return f"{means}: {by_value['mean'] / lru['mean'] - 1:+.1%} (± {error:.1%})"
 
 

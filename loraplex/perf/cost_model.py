@@ -86,6 +86,11 @@ class CostModel:
         """Return the seconds to read an adapter whose file the page cache holds."""
         return self.read.seconds(num_bytes)
 
+    def reload_s(self, num_bytes: int, *, from_host: bool) -> float:
+        """Return the seconds to load an evicted adapter again, from host memory or else from disk: memory
+        that is short of adapters is taken to hold none of their files."""
+        return self.copy_s(num_bytes) + (0.0 if from_host else self.disk.seconds(num_bytes))
+
     def step_s(self, step: StepFeatures) -> float:
         if self.kernels is KernelKind.PADDED:
             step = step.padded()
