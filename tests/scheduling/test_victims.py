@@ -14,7 +14,7 @@ import pytest
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.scheduling import arena, blocks, host_kv, host_room, room, swapping
+from loraplex.scheduling import arena, blocks, host_kv, host_room, room, victims
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.adapter_tier import Copy, Tier
 from loraplex.scheduling.arena import Arena
@@ -68,7 +68,9 @@ def blocks_of(*last_uses: int, num_blocks: int = 100, shared: bool = True) -> Ca
 
 def name_of(victim: Victim | None) -> str | int | None:
     """An adapter's version, or when a block was last used."""
-    return victim.last_use if isinstance(victim, CachedBlock) else victim and victim.version
+    if victim is None:
+        return None
+    return victim.last_use if isinstance(victim, CachedBlock) else victim.version
 
 
 A3, A7, AHEAD = Idle(version="a3", last_use=3), Idle(version="a7", last_use=7), Idle(version="x", ahead=True)
@@ -451,12 +453,12 @@ def check_blocks_that_are_being_saved_stay_in_the_host() -> None:
 def check_only_shared_blocks_that_go_next_are_saved() -> None:
     cached = blocks_of(*range(2, 102))
     cached.add(1, 1, None, shared=False)
-    saved = swapping.blocks_to_save(cached, lambda contents: False)
+    saved = victims.blocks_to_save(cached, lambda contents: False)
     assert saved == [1000 + use for use in range(2, 34)]
 
 
 def check_what_the_host_holds_is_not_saved_again() -> None:
-    saved = swapping.blocks_to_save(blocks_of(1, 2, 3), lambda contents: contents == 1002)
+    saved = victims.blocks_to_save(blocks_of(1, 2, 3), lambda contents: contents == 1002)
     assert saved == [1001, 1003]
 
 
@@ -599,7 +601,7 @@ def unspared_host_blocks_stay(mutation: Mutation) -> None:
 
 
 def save_by(mutation: Mutation, choice: Callable[[CachedBlocks, Callable[[int], bool]], list[int]]) -> None:
-    mutation.monkeypatch.setattr(swapping, "blocks_to_save", choice)
+    mutation.monkeypatch.setattr(victims, "blocks_to_save", choice)
 
 
 def all_shared_blocks_are_saved(mutation: Mutation) -> None:
