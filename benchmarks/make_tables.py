@@ -244,6 +244,7 @@ TABLES: Final[dict[str, Table]] = {
     "policies-starts": Table((POLICIES,), policy_tables.starts_table),
     "policies-memory": Table((POLICIES,), policy_tables.memory_table),
     "policies-admission": Table((POLICIES,), policy_tables.admission_table),
+    "policies-victims": Table((POLICIES,), policy_tables.victims_table),
     "policies-note": Table((POLICIES,), policy_tables.note),
     "fairness-neighbours": Table((FAIRNESS,), fairness_tables.neighbours_table),
     "fairness-overload": Table((FAIRNESS,), fairness_tables.overload_note),

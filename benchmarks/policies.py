@@ -11,8 +11,8 @@ workload has a slow bus, where start policies differ most. The candidates are in
 `policy_queues` and `policy_starts`; those that go by the lengths of answers know them exactly, which no
 engine does.
 
-The section `admission-by-load` holds the shipped rule of admission against the one before it, by other seeds
-than those that it was found with: conversations at several loads.
+Two sections hold a rule against the one before it, by other seeds than those that it was found with:
+`admission-by-load`, conversations at several loads, and `victims-by-seed`, every workload.
 
 `--data` is the folder of published traces (docs/workloads.md). Without it, workloads made from them are left
 out.
@@ -47,8 +47,8 @@ OVERLOAD: Final = 2.5
 SHIPPED: Final = Candidate(name="as shipped", kind="")
 CANDIDATES: Final = (
     SHIPPED,
+    Candidate(name="LRU, as before", kind="victims", victims=victims.lru),
     Candidate(name="LFU with aging", kind="victims", victims=victims.lfu),
-    Candidate(name="uses x reload seconds / bytes", kind="victims", victims=victims.cost),
     Candidate(name="GDSF over adapters and blocks", kind="victims", victims=victims.gdsf),
     Candidate(name="adapters with a host copy first", kind="victims", victims=victims.staged_first),
     Candidate(
@@ -92,6 +92,10 @@ _SHARES: Final = (0.7, 0.8, 0.9)
 _OTHER_SEEDS: Final = (10, 11, 12, 13, 14)
 _FORMER: Final = next(each for each in CANDIDATES if isinstance(each.admission, queues.FirstChunk))
 
+BY_SEED: Final = "victims-by-seed"
+_NEW_SEEDS: Final = tuple(range(20, 30))
+_LRU: Final = next(each for each in CANDIDATES if each.victims is victims.lru)
+
 
 def measure(profile: CostModel, load: Load, data: Path | None) -> dict[str, Any]:
     """Return the section of one workload."""
@@ -131,6 +135,21 @@ def admission_by_load(profile: CostModel) -> dict[str, Any]:
     return {"workload": load.name, "seeds": _OTHER_SEEDS, "loads": loads}
 
 
+def victims_by_seed(profile: CostModel, data: Path | None) -> dict[str, Any]:
+    """Return the section that holds victims by their value, which are shipped, against LRU."""
+    loads = {}
+    for load in LOADS:
+        if not load.is_here(data):
+            raise SystemExit(f"{BY_SEED}: needs --data with {load.file}")
+        drawn = [load.draw(seed, 1.0, data) for seed in _NEW_SEEDS]
+        lru, by_value = (
+            by_name([run(profile, load, each, candidate) for each in drawn]) for candidate in (_LRU, SHIPPED)
+        )
+        loads[load.name] = {"lru": lru, "by_value": by_value}
+        print(f"{BY_SEED}: {load.name}", file=sys.stderr, flush=True)
+    return {"seeds": _NEW_SEEDS, "loads": loads}
+
+
 def by_name(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     """Return each figure's mean and its value for every seed."""
     return {
@@ -146,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*(load.name for load in LOADS), BY_LOAD]
+    names = [*(load.name for load in LOADS), BY_LOAD, BY_SEED]
     parser.add_argument("sections", nargs="*", default=names, help=", ".join(names))
     parser.add_argument("--data", type=Path, help="folder of published traces")
     parser.add_argument("--out", type=Path, default=RESULTS / FILE)
@@ -170,6 +189,8 @@ def main() -> None:
             print(f"{load.name}: left out, as it needs --data with {load.file}", file=sys.stderr)
     if BY_LOAD in args.sections:
         keep(BY_LOAD, admission_by_load(profile))
+    if BY_SEED in args.sections:
+        keep(BY_SEED, victims_by_seed(profile, args.data))
 
 
 if __name__ == "__main__":

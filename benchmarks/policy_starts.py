@@ -46,8 +46,7 @@ class GainAgainstDelays(StartPolicy):
     """Join if the delay of the others, decodes by their weight, is at most the wait that this saves."""
 
     def gained_bytes(self, before: InFlight, after: InFlight) -> int:
-        awaited_bytes = after.awaited_bytes - before.awaited_bytes
-        return awaited_bytes + super().gained_bytes(before, after)
+        return after.num_bytes - before.num_bytes
 
 
 class HeavyDecodes(GainAgainstDelays):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from statistics import stdev
 from typing import Final
 
 from benchmarks.markdown import Result, TableError, span, table
 
 _SHIPPED: Final = "as shipped"
 _BY_LOAD: Final = "admission-by-load"
+_BY_SEED: Final = "victims-by-seed"
 _KINDS: Final = ("victims", "queue", "admission", "start policy")
 
 
@@ -86,6 +89,25 @@ def admission_table(result: Result) -> str:
     return table(headings, lines)
 
 
+def victims_table(result: Result) -> str:
+    """Victims by their value against LRU on every workload, by the means of all seeds."""
+    try:
+        found = result[_BY_SEED]
+    except KeyError:
+        raise TableError(f"the section {_BY_SEED!r} is missing; run benchmarks.policies {_BY_SEED}") from None
+    figures = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
+    lines = [
+        (
+            name,
+            *(_paired(load, each) for each in figures),
+            f"{load['lru']['disk_reads']['mean']:,.0f} to {load['by_value']['disk_reads']['mean']:,.0f}",
+        )
+        for name, load in found["loads"].items()
+    ]
+    headings = ("LRU to value", "TTFT, mean, ms", "p99, ms", "E2E, mean, ms", "reads from disk")
+    return table(headings, lines)
+
+
 def note(result: Result) -> str:
     sections = list(result.values())
     dates = " to ".join(sorted({each["date"][:10] for each in sections}))
@@ -104,6 +126,15 @@ def _before_and_after(load: Result, name: str, factor: float) -> str:
     seeds = (new / old - 1 for new, old in zip(shipped["runs"], former["runs"], strict=True))
     means = f"{former['mean'] * factor:,.0f} to {shipped['mean'] * factor:,.0f}"
     return f"{means}: {shipped['mean'] / former['mean'] - 1:+.1%} (seeds {span(seeds, '+.1%')})"
+
+
+def _paired(load: Result, name: str) -> str:
+    """Return both means in milliseconds, the change, and two standard errors of the seeds' changes."""
+    lru, by_value = load["lru"][name], load["by_value"][name]
+    changes = [new / old - 1 for new, old in zip(by_value["runs"], lru["runs"], strict=True)]
+    error = 2 * stdev(changes) / math.sqrt(len(changes))
+    means = f"{lru['mean'] * 1e3:,.0f} to {by_value['mean'] * 1e3:,.0f}"
+    return f"{means}: {by_value['mean'] / lru['mean'] - 1:+.1%} (± {error:.1%})"
 
 
 def _counts(load: Result, name: str) -> str:

@@ -2,7 +2,8 @@
 
 `next_victim` asks the idle adapters for their first, the cached blocks for theirs, and evicts the one with
 the smaller `last_use`. These are other containers of both: what they show as first, and as its last use, is
-the policy. The scheduler is the shipped one.
+the policy. The scheduler is the shipped one. In trials of blocks the adapters go in the shipped order, unless
+they depend on the blocks.
 """
 
 from __future__ import annotations
@@ -24,59 +25,22 @@ Seconds = Callable[[IdleAdapter], float]
 """The time to bring an adapter back."""
 
 
-class Uses:
-    """Counts how often each adapter was used; counts fade. Each count is kept as of its last change."""
+class LruAdapters(IdleAdapters):
+    """The adapter that was idle for longest goes first, but for those that were loaded ahead."""
 
-    def __init__(self) -> None:
-        self._now = 0
-        self._counts: dict[str, tuple[float, int]] = {}
-        self._seen: dict[str, int] = {}
-
-    def add(self, adapter: IdleAdapter) -> None:
-        """Count its uses since it was last here."""
-        version = adapter.version
-        new = adapter.num_uses - self._seen.get(version, 0)
-        self._seen[version] = adapter.num_uses
-        self._now += new
-        self._counts[version] = (self.of(version) + new, self._now)
-
-    def of(self, version: str) -> float:
-        count, when = self._counts.get(version, (0.0, self._now))
-        return count * math.exp2((when - self._now) / HALF_LIFE)
+    @property
+    def first(self) -> IdleAdapter | None:
+        return next((each for each in self if each.ahead), next(iter(self), None))
 
 
 class LfuAdapters(IdleAdapters):
     """The adapter that is used least goes first."""
 
-    def __init__(self, resident: Set[str]) -> None:
-        super().__init__(resident)
-        self._uses = Uses()
-
-    @property
-    def first(self) -> IdleAdapter | None:
-        return min(self, key=self._value, default=None)
-
-    def add(self, adapter: IdleAdapter) -> None:
-        self._uses.add(adapter)
-        super().add(adapter)
-
-    def _value(self, adapter: IdleAdapter) -> tuple[bool, float]:
-        return not adapter.ahead, self._uses.of(adapter.version)
+    def value(self, adapter: IdleAdapter) -> float:
+        return adapter.uses.score
 
 
-class CostAdapters(LfuAdapters):
-    """The adapter goes first whose uses save the least seconds a byte."""
-
-    def __init__(self, resident: Set[str], seconds: Seconds) -> None:
-        super().__init__(resident)
-        self._seconds = seconds
-
-    def _value(self, adapter: IdleAdapter) -> tuple[bool, float]:
-        saved_s = self._uses.of(adapter.version) * self._seconds(adapter)
-        return not adapter.ahead, saved_s / adapter.num_bytes
-
-
-class StagedFirstAdapters(IdleAdapters):
+class StagedFirstAdapters(LruAdapters):
     """LRU, but adapters that host memory has a copy of go before those that are on disk alone."""
 
     @property
@@ -94,6 +58,27 @@ class Floor:
         self.value = 0.0
 
 
+class Counts:
+    """How often each adapter was used, as counts that fade. Each count is kept as of its last change."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._counts: dict[str, tuple[float, int]] = {}
+        self._seen: dict[str, int] = {}
+
+    def add(self, adapter: IdleAdapter) -> None:
+        """Count its uses since it was last here."""
+        version = adapter.version
+        new = adapter.uses.total - self._seen.get(version, 0)
+        self._seen[version] = adapter.uses.total
+        self._now += new
+        self._counts[version] = (self.of(version) + new, self._now)
+
+    def of(self, version: str) -> float:
+        count, when = self._counts.get(version, (0.0, self._now))
+        return count * math.exp2((when - self._now) / HALF_LIFE)
+
+
 class GreedyDualAdapters(IdleAdapters):
     """GDSF: uses times seconds a byte, on top of the value of the last victim."""
 
@@ -101,7 +86,7 @@ class GreedyDualAdapters(IdleAdapters):
         super().__init__(resident)
         self._seconds = seconds
         self._floor = floor
-        self._uses = Uses()
+        self._uses = Counts()
         self._floors: dict[str, float] = {}
         self.rivals: CachedBlocks = NO_BLOCKS  # they raise the floor while there are any
 
@@ -125,7 +110,7 @@ class GreedyDualAdapters(IdleAdapters):
         return not adapter.ahead, self.value(adapter)
 
 
-class BackedAdapters(IdleAdapters):
+class BackedAdapters(LruAdapters):
     """LRU, but adapters without cached blocks go before those whose blocks would wait for them."""
 
     def __init__(self, resident: Set[str], blocks: BlocksByAdapter) -> None:
@@ -226,16 +211,16 @@ Victims = Callable[[Memory, Seconds, float], None]
 """Puts a policy in place of the shipped one, given what reloads take and the seconds of prefill in a byte."""
 
 
+def lru(memory: Memory, seconds: Seconds, byte_s: float) -> None:
+    tables = memory.table
+    tables.serving.idle = LruAdapters(tables.serving.resident)
+    tables.host.idle = LruAdapters(tables.host.resident)
+
+
 def lfu(memory: Memory, seconds: Seconds, byte_s: float) -> None:
     tables = memory.table
     tables.serving.idle = LfuAdapters(tables.serving.resident)
     tables.host.idle = LfuAdapters(tables.host.resident)
-
-
-def cost(memory: Memory, seconds: Seconds, byte_s: float) -> None:
-    tables = memory.table
-    tables.serving.idle = CostAdapters(tables.serving.resident, seconds)
-    tables.host.idle = CostAdapters(tables.host.resident, seconds)
 
 
 def staged_first(memory: Memory, seconds: Seconds, byte_s: float) -> None:

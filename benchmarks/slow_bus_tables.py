@@ -28,36 +28,38 @@ def _cases(found: Result) -> list[tuple[str, dict[str, float]]]:
     cases.append((f"{BURST} at once", {name: times["mean"] for name, times in found["burst"].items()}))
     for name, setup in found["setups"].items():
         means = {policy: one["ttft_ms"]["mean"] for policy, one in setup["policies"].items()}
-        cases.append((_setup_case(name), means))
+        cases.append((_title(name, setup["rank"], setup["requests_per_s"]), means))
     return cases
-
-
-def _setup_case(name: str) -> str:
-    setup = next(each for each in SETUPS if each.name == name)
-    return f"{name}: rank {setup.rank}, {setup.requests_per_s:g} requests/s"
 
 
 def twin_table(measured: Result, simulated: Result) -> str:
     """Return the mean TTFT that the twin predicts, and how far that is off what was measured, if it was."""
-    rows, policies = [], list[str]()
+    rows = []
     for rate, predicted in simulated["ttft_mean_ms"].items():
         measured_ms = dict(_cases(measured[rate]["results"]))
-        by_case = {
-            **{f"one request, {tokens}": means for tokens, means in predicted["idle"].items()},
-            f"{BURST} at once": predicted["burst"],
-            **{_setup_case(name): means for name, means in predicted["setups"].items()},
-        }
-        for case, means_ms in by_case.items():
-            there_ms = measured_ms.get(case, {})
-            cells = [_beside(mean_ms, there_ms.get(policy)) for policy, mean_ms in means_ms.items()]
+        for case, found_ms in _simulated_cases(predicted):
+            cells = (_deviation(each, measured_ms.get(case, {}).get(name)) for name, each in found_ms.items())
             rows.append([rate, case, *cells])
-            policies = list(means_ms)
+    policies = list(next(iter(_cases(next(iter(measured.values()))["results"])))[1])
     return table(["copies", "case", *(f"`{policy}`" for policy in policies)], rows)
 
 
-def _beside(predicted_ms: float, measured_ms: float | None) -> str:
-    deviation = "" if measured_ms is None else f" ({predicted_ms / measured_ms - 1:+.0%})"
-    return f"{predicted_ms:.1f} ms{deviation}"
+def _simulated_cases(predicted: Result) -> list[tuple[str, dict[str, float]]]:
+    """As `_cases`, of what the twin predicts."""
+    setups = {setup.name: _title(setup.name, setup.rank, setup.requests_per_s) for setup in SETUPS}
+    return [
+        *((f"one request, {tokens}", means) for tokens, means in predicted["idle"].items()),
+        (f"{BURST} at once", predicted["burst"]),
+        *((setups[name], means) for name, means in predicted["setups"].items()),
+    ]
+
+
+def _title(name: str, rank: int, requests_per_s: float) -> str:
+    return f"{name}: rank {rank}, {requests_per_s:g} requests/s"
+
+
+def _deviation(found_ms: float, measured_ms: float | None) -> str:
+    return f"{found_ms:.1f} ms" + ("" if measured_ms is None else f" ({found_ms / measured_ms - 1:+.0%})")
 
 
 def twin_note(simulated: Result) -> str:

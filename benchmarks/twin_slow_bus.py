@@ -3,8 +3,8 @@
     python -m benchmarks.twin_slow_bus --workloads DIR
 
 Simulates one request on an idle engine, a burst and the setups S1 to S3 by every policy, at the rates that
-results/slow_bus.json has, by the profile that `benchmarks.gpu_cold profile` fitted. Takes seconds on any
-machine. Writes results/twin_slow_bus.json.
+results/slow_bus.json has, setups that it does not have as well, by the profile that `benchmarks.gpu_cold
+profile` fitted. Takes seconds on any machine. Writes results/twin_slow_bus.json.
 """
 
 from __future__ import annotations

@@ -68,11 +68,11 @@ class Engine:
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
         """`costs`: predicted costs on this machine, corrected by measured ones. `request_costs`: by which
-        tenants are charged, if not by these. `grammars`: of structured output; None for an engine without a
-        tokenizer, which refuses it. `count_workers`: returns how
-        many CPU workers are ready now; None if their number does not change. `load_deadline_s`: requests fail
-        if reading their adapter from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the
-        longest that a step waits for a load."""
+        tenants are charged and victims valued, if not by these. `grammars`: of structured output; None for an
+        engine without a tokenizer, which refuses it. `count_workers`: returns how many CPU workers are ready
+        now; None if their number does not change. `load_deadline_s`: requests fail if reading their adapter
+        from disk takes longer. `max_pause_s`: with `ColdStart.ON_DEMAND`, the longest that a step waits for a
+        load."""
         _check_batching(config.batching, executor)
         self.max_model_len = config.max_model_len
         self.step_work = config.work

@@ -86,6 +86,11 @@ class CostModel:
         """Return the seconds to read an adapter whose file the page cache holds."""
         return self.read.seconds(num_bytes)
 
+    def reload_s(self, num_bytes: int, *, from_host: bool) -> float:
+        """Return the seconds to load an evicted adapter again, from host memory or else from disk: memory
+        that is short of adapters is taken to hold none of their files."""
+        return self.copy_s(num_bytes) + (0.0 if from_host else self.disk.seconds(num_bytes))
+
     def step_s(self, step: StepFeatures) -> float:
         if self.kernels is KernelKind.PADDED:
             step = step.padded()
@@ -128,11 +133,11 @@ class CostModel:
         )
 
     def assist_layers(
-        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float
+        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float, begins_s: float = 0.0
     ) -> layer_pipeline.AssistPlan:
-        """Return how many of the first layers CPU workers should compute; none if the bus alone is as
-        fast."""
-        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
+        """Return how many of the first layers CPU workers should compute in a step that begins after so many
+        seconds; none if the bus alone is as fast."""
+        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s, begins_s)
 
     def assist_is_sure(self, plan: layer_pipeline.AssistPlan, step_s: float) -> bool:
         """Return whether CPU workers save more of a step of `step_s` than their predicted cost may be off."""

@@ -113,14 +113,17 @@ class AssistPlan:
     delay_s: float = 0.0
 
 
-def assist_layers(bus: Bus, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float) -> AssistPlan:
+def assist_layers(
+    bus: Bus, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float, begins_s: float = 0.0
+) -> AssistPlan:
     """Return how many of the first layers CPU workers should compute while the bus copies the others; none if
-    the bus alone is as fast. `assist_layer_s`: what workers add to a layer.
+    the bus alone is as fast. `assist_layer_s`: what workers add to a layer. `begins_s`: seconds until the
+    step begins, while others run; the bus copies from now on.
 
     The bus copies the layers after those first: ideally their first arrives when the workers are done.
     """
     layer_s = step_s / max(len(layer_bytes), 1)
-    arrived_s = arrivals_s(bus, layer_bytes, [1] * len(layer_bytes))
+    arrived_s = [at - begins_s for at in arrivals_s(bus, layer_bytes, [1] * len(layer_bytes))]
     alone_s = best_s = stall_s(arrived_s, step_s)
     best_number, slowdown_s = 0, 0.0
     for number in range(1, len(layer_bytes) + 1):
@@ -128,8 +131,8 @@ def assist_layers(bus: Bus, layer_bytes: Sequence[int], step_s: float, assist_la
             continue  # it costs nothing, so it is no place to stop at
         slowdown_s += assist_layer_s
         # The others arrive earlier, by what the bus would have taken for the first.
-        sooner_s = arrived_s[number - 1] - bus.lead_s
-        rest_s = [max(at - sooner_s, 0.0) for at in arrived_s[number:]]
+        sooner_s = arrived_s[number - 1] + begins_s - bus.lead_s
+        rest_s = [at - sooner_s for at in arrived_s[number:]]
         waits_s = max((at - (number + i) * layer_s - slowdown_s for i, at in enumerate(rest_s)), default=0.0)
         delay_s = slowdown_s + max(waits_s, 0.0)
         if delay_s < best_s:

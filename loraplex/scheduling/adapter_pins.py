@@ -16,9 +16,10 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.scheduling.host_reads import HostReads
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import AdapterLoad
+from loraplex.scheduling.plan import AdapterLoad, Chunk
 from loraplex.scheduling.request_state import RequestState
 from loraplex.scheduling.start_policy import InFlight, StartPolicy
+from loraplex.scheduling.step_features import decode_features, step_features
 from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _NUM_TRIED: Final = 8
@@ -36,7 +37,8 @@ class AdapterPins:
     must not take that memory. `short`: the request whose tokens found no room. `reads`: versions to read into
     host memory before they can be loaded. `to_keep`: versions still to be loaded and kept. `starts`: decides
     whether steps may use an adapter while it is being copied from host memory. `returning`: waiting requests
-    that hold KV blocks (`swapping`). `on_load`: called with each request that a load is started for.
+    that hold KV blocks (`swapping`). `under_way`: the chunks of each step in flight. `on_load`: called with
+    each request that a load is started for.
     """
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, step_tokens: int) -> None:
@@ -52,6 +54,7 @@ class AdapterPins:
         self._reads_more = True
         self.starts = StartPolicy(ColdStart.OVERLAP)
         self.returning: Collection[RequestState] = ()
+        self.under_way: deque[Sequence[Chunk]] = deque()
         self.on_load: Callable[[RequestState], None] = lambda request: None
 
     def keep(self, version: str) -> None:
@@ -87,7 +90,7 @@ class AdapterPins:
             if sequence.adapter_hit is None:
                 sequence.adapter_hit = not absent
             if absent:
-                self._load(version, sequence)
+                self._load(version, sequence, running)
             self.follow_moves(running)
 
     def load_popular(self, versions: Iterable[str], running: Sequence[RequestState]) -> None:
@@ -220,24 +223,29 @@ class AdapterPins:
                     self.follow_moves(running)
             self.to_keep.popleft()
 
-    def _load(self, version: str, first: RequestState | None = None) -> None:
+    def _load(
+        self, version: str, first: RequestState | None = None, running: Sequence[RequestState] = ()
+    ) -> None:
         """Start a load. `first`: the request that it is for."""
         if first is not None:
             self.on_load(first)
         load, source = self._memory.load_of(version), self._table.host_place(version)
         plan = AssistPlan()
         if source is not None and self.starts.streams:
-            plan = plan if first is None else self._assist_plan(version, first)
+            plan = plan if first is None else self._assist_plan(version, first, running)
             self._table.stream(version, assist_delay_s=plan.delay_s if plan.num_layers > 0 else None)
         self._loads.append(load._replace(source=source, assisted_layers=plan.num_layers))
 
-    def _assist_plan(self, version: str, first: RequestState) -> AssistPlan:
+    def _assist_plan(self, version: str, first: RequestState, running: Sequence[RequestState]) -> AssistPlan:
+        num_bytes = self._table.known_bytes
         return self.starts.assist_plan(
             self._table.num_bytes(version),
             min(len(first.token_ids), self._step_tokens),
             num_groups=self._table.num_groups(version),
             is_scored=first.request.params.prompt_logprobs is not None,
             is_bus_free=not self._table.streaming,
+            beside=decode_features(running, num_bytes),
+            steps_before=[step_features(chunks, num_bytes) for chunks in self.under_way],
         )
 
     def follow_moves(self, running: Sequence[RequestState]) -> None:

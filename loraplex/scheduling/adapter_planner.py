@@ -3,7 +3,6 @@ are."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence, Set
 from typing import Final, NamedTuple
 
@@ -47,7 +46,6 @@ class AdapterPlanner:
         self._table = memory.table
         self._costs = costs
         self._popularity = Popularity()
-        self._under_way: deque[Sequence[Chunk]] = deque()  # steps
         self._num_workers = config.num_workers
         self.pins = AdapterPins(
             memory, prefetch_depth=config.prefetch_depth, step_tokens=config.work.max_tokens
@@ -180,15 +178,15 @@ class AdapterPlanner:
             after=step_features([*chunks, own], num_bytes),
             in_flight_before=self.pins.in_flight_for(used),
             in_flight_after=self.pins.in_flight_for(used | {sequence.adapter}),
-            steps_before=[step_features(step, num_bytes) for step in self._under_way],
+            steps_before=[step_features(step, num_bytes) for step in self.pins.under_way],
         )
 
     def step_decided(self, chunks: Sequence[Chunk]) -> None:
-        self._under_way.append(chunks)
+        self.pins.under_way.append(chunks)
 
     def step_landed(self) -> None:
         """Record that the oldest decided step has landed."""
-        self._under_way.popleft()
+        self.pins.under_way.popleft()
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Record how long this step took; only some steps are measured."""

@@ -59,6 +59,7 @@ from loraplex.core.stats import AdapterStats
 from loraplex.scheduling.adapter_tier import Copy, Presence, Tier
 from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.room import Room
+from loraplex.scheduling.victims import ReloadSeconds
 
 _MAX_HOST_EVICTIONS: Final = 10_000
 """Host evictions to remember: `take_evictions` may never be called for the host tier."""
@@ -126,12 +127,19 @@ class AdapterTable:
         self.serving = Tier(room, uses)
         self._host_room = HostRoom(0) if host is None else host
         self.host = Tier(self._host_room, uses, _MAX_HOST_EVICTIONS)
+        self.host.on_change = lambda version: self.serving.revalue(self._entries[version].serving)
         self.unstaged: set[str] = set()
         self.streaming: dict[str, int] = {}
         self.assist_delays_s: dict[str, float] = {}
         self._on_device = room.on_device
         self._entries: dict[str, Entry] = {}
         self._removed: list[str] = []
+
+    def predict_reloads(self, reload_s: ReloadSeconds) -> None:
+        """Have victims valued by these predictions. Must be called before any copy is idle."""
+        assert not self.serving.idle
+        assert not self.host.idle
+        self.serving.idle.reload_s = self.host.idle.reload_s = reload_s
 
     def state(self, version: str) -> State:
         return self._state(self._entries[version])

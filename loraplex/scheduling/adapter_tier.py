@@ -10,12 +10,12 @@ that those are loaded from (`adapter_table`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from loraplex.scheduling.room import Room
-from loraplex.scheduling.victims import NO_ADAPTERS, IdleAdapter, IdleAdapters
+from loraplex.scheduling.victims import NO_ADAPTERS, IdleAdapter, IdleAdapters, Uses
 
 
 class Presence(Enum):
@@ -30,8 +30,9 @@ class Presence(Enum):
 class Copy:
     """A version's weights in one tier. `num_bytes`: bytes they take there. `source`: the copy that this one
     is loaded from, if there is one. `pins`, `kept`: what keeps it from being evicted. `ahead`: no request has
-    asked for it yet. `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins so
-    far."""
+    asked for it yet. `awaited`: it was brought in for a request that has not pinned it yet. `last_use`: when
+    the last pin was given back; 0 if there was none. `uses`: pins so far; the request that a copy is brought
+    in for counts from the beginning."""
 
     version: str
     num_bytes: int
@@ -40,8 +41,9 @@ class Copy:
     pins: int = 0
     kept: bool = False
     ahead: bool = False
+    awaited: bool = False
     last_use: int = 0
-    num_uses: int = 0
+    uses: Uses = field(default_factory=Uses)
 
     @property
     def is_idle(self) -> bool:
@@ -55,7 +57,7 @@ class Copy:
 class Tier:
     """One memory and the copies in it: `loading`, of which some are `overdue`, and `resident`, of which some
     are `idle`. Each method is a transition of a copy or of its pins. The adapter table calls them; rooms call
-    `evict`."""
+    `evict`. `on_change`: called with each version whose copy is complete, or was evicted."""
 
     def __init__(self, room: Room, uses: Iterator[int], max_evictions: int | None = None) -> None:
         """`uses`: a counter that orders the ends of uses. `max_evictions`: number of evictions remembered."""
@@ -65,6 +67,8 @@ class Tier:
         self.overdue: set[str] = set()
         self.resident: set[str] = set()
         self.idle = IdleAdapters(self.resident)
+        self.on_change: Callable[[str], None] = lambda version: None
+        self._num_uses = 0
         self._evictions: deque[str] = deque(maxlen=max_evictions)
 
     @property
@@ -85,7 +89,9 @@ class Tier:
         idle = NO_ADAPTERS if ahead else self.idle
         if not self.room.take(copy.version, copy.num_bytes, idle, self.evict, spare_blocks):
             return False
-        copy.presence, copy.ahead = Presence.LOADING, ahead
+        copy.presence, copy.ahead, copy.awaited = Presence.LOADING, ahead, not ahead
+        if copy.awaited:
+            self._count_use(copy)
         self.loading.add(copy.version)
         return True
 
@@ -97,14 +103,15 @@ class Tier:
         self.loading.remove(copy.version)
         self.overdue.discard(copy.version)
         self.resident.add(copy.version)
-        if copy.is_idle:  # every request that waited for it is gone
+        if copy.is_idle:  # no request has pinned it yet, or all of them are gone
             self._become_idle(copy)
+        self.on_change(copy.version)
 
     def fail(self, copy: Copy) -> None:
         """LOADING -> ABSENT."""
         assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
         copy.presence = Presence.ABSENT
-        copy.kept = copy.ahead = False
+        copy.kept = copy.ahead = copy.awaited = False
         self.loading.remove(copy.version)
         self.overdue.discard(copy.version)
         self.room.give_back(copy.version, copy.num_bytes, copy.last_use)
@@ -114,10 +121,12 @@ class Tier:
         assert isinstance(victim, Copy)
         assert victim.is_idle, f"{victim.version} is in use"
         self.idle.remove(victim)
-        victim.presence, victim.ahead = Presence.ABSENT, False
+        victim.presence = Presence.ABSENT
+        victim.ahead = victim.awaited = False
         self.resident.remove(victim.version)
         self.room.give_back(victim.version, victim.num_bytes, victim.last_use)
         self._evictions.append(victim.version)
+        self.on_change(victim.version)
 
     def take_evictions(self) -> list[str]:
         """Return the versions evicted since the last call: their copies must be dropped, or were
@@ -131,9 +140,10 @@ class Tier:
         assert copy.presence is not Presence.ABSENT
         if copy.is_idle:
             self.idle.remove(copy)
-        copy.ahead = False
+        if not copy.awaited:
+            self._count_use(copy)
+        copy.ahead = copy.awaited = False
         copy.pins += 1
-        copy.num_uses += 1
 
     def unpin(self, copy: Copy) -> None:
         copy.pins -= 1
@@ -151,6 +161,12 @@ class Tier:
             if copy.is_idle:
                 self._become_idle(copy)
 
+    def revalue(self, copy: Copy) -> None:
+        """Record that reloading a copy takes longer than before, or shorter."""
+        if copy.is_idle:
+            self.idle.remove(copy)
+            self.idle.add(copy)
+
     def set_overdue(self, version: str) -> bool:
         """Mark a load as overdue. Return False if the version is not loading, or is already marked."""
         if version not in self.loading or version in self.overdue:
@@ -167,6 +183,10 @@ class Tier:
         assert self.resident == {c.version for c in held if c.presence is Presence.RESIDENT}
         assert set(self.idle) == {c for c in held if c.is_idle}
         assert self.idle.num_bytes == sum(c.num_bytes for c in self.idle)
+
+    def _count_use(self, copy: Copy) -> None:
+        self._num_uses += 1
+        copy.uses.add(self._num_uses)
 
     def _become_idle(self, copy: Copy) -> None:
         copy.last_use = 0 if copy.ahead else next(self._uses)

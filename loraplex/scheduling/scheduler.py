@@ -39,6 +39,7 @@ from loraplex.scheduling.request_queues import RequestQueues
 from loraplex.scheduling.request_state import ChunkUnderWay, RequestState
 from loraplex.scheduling.scheduler_view import engine_stats
 from loraplex.scheduling.swapping import SwapOrders, Swapping
+from loraplex.scheduling.victims import predicted_reloads
 
 
 class Scheduler:
@@ -54,8 +55,8 @@ class Scheduler:
         clock: Clock | None = None,
     ) -> None:
         """`costs`: measured and predicted costs, which `ColdStart.AUTO`, swapping and batching decide
-        by. `request_costs`: what tenants are charged by, if not by these. `clock`: by which requests wait for
-        their SLO; without one, none is ever lost."""
+        by. `request_costs`: what tenants are charged and victims valued by, if not by these. `clock`: by
+        which requests wait for their SLO; without one, none is ever lost."""
         self._config = config
         self._memory = memory
         self._pool = memory.pool
@@ -68,6 +69,8 @@ class Scheduler:
             self._swapping = Swapping(memory, memory.pool.host, costs)
             self._pins.returning = self._swapping.returning
         request_costs = request_costs or costs
+        if request_costs is not None:
+            memory.table.predict_reloads(predicted_reloads(request_costs))
         self.fair = FairShare(RequestCosts(request_costs, memory.table.known_bytes))
         self._clock = clock or ManualClock()
         self._pins.on_load = self.fair.loads

@@ -20,6 +20,7 @@ from loraplex.perf.layer_pipeline import AssistPlan
 from loraplex.perf.step_cost import StepFeatures
 
 _NO_PLAN: Final = AssistPlan()
+_NOTHING: Final = StepFeatures()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,11 @@ class InFlight:
     backlog_bytes: int
     assisted_bytes: int = 0
     assist_delay_s: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the adapters that the step uses."""
+        return self.awaited_bytes + self.assisted_bytes
 
 
 class StartPolicy:
@@ -102,13 +108,17 @@ class StartPolicy:
         added_s = stall_s - _stall_s(model, in_flight_before, model.step_s(before), begins_s)
         if before.num_decodes == 0 or stall_s <= self.max_decode_stall * step_s:
             return added_s * (before.num_decodes + before.num_prompts) <= step_s
+        gained_bytes = self.gained_bytes(in_flight_before, in_flight_after)
+        if gained_bytes == 0:
+            return added_s <= 0
         # If it does not join, it waits until its adapter has arrived.
-        gain_s = model.copy_s(self.gained_bytes(in_flight_before, in_flight_after)) - begins_s
+        gain_s = model.copy_s(gained_bytes) - begins_s - stall_s
         return added_s * (before.num_prompts + self.decode_weight * before.num_decodes) <= gain_s
 
     def gained_bytes(self, before: InFlight, after: InFlight) -> int:
-        """Return the bytes that a request need not wait for if it joins: those that workers assist with."""
-        return after.assisted_bytes - before.assisted_bytes
+        """Return the bytes that a request need not wait for if it joins, as far as that justifies a delay of
+        decodes: only where there are CPU workers, whether or not they assist with this adapter."""
+        return after.num_bytes - before.num_bytes if self.assists else 0
 
     def assist_plan(
         self,
@@ -118,12 +128,15 @@ class StartPolicy:
         num_groups: int = 1,
         is_scored: bool = False,
         is_bus_free: bool = True,
+        beside: StepFeatures = _NOTHING,
+        steps_before: Sequence[StepFeatures] = (),
     ) -> AssistPlan:
         """Return how many of an adapter's first layers CPU workers compute for a prompt of `num_tokens` while
         the adapter is copied; with `auto`, none unless that is sure to save time. `num_groups`: groups of
         linears that it changes in a layer. `is_scored`: the tokens of the prompt are scored, so that its step
         is no captured graph. `is_bus_free`: nothing else is being copied; behind other copies, workers would
-        take longer for all layers than the bus for all copies."""
+        take longer for all layers than the bus for all copies. `beside`: what else the step computes. It
+        begins when `steps_before` are over; the copy begins at once."""
         if not self.assists or is_scored or not is_bus_free or not 2 <= num_tokens <= MAX_GRAPH_ROWS:
             return _NO_PLAN
         if self._costs is None:
@@ -133,9 +146,14 @@ class StartPolicy:
         layer_s = model.assist_layer_s(
             num_bytes, num_tokens=num_tokens, num_workers=self._num_workers, num_groups=num_groups
         )
-        step_s = model.step_s(StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens))
+        step_s = model.step_s(
+            beside._replace(
+                num_prompts=beside.num_prompts + 1, num_prompt_tokens=beside.num_prompt_tokens + num_tokens
+            )
+        )
         layer_bytes = [num_bytes // num_layers] * num_layers
-        plan = model.assist_layers(layer_bytes, step_s, layer_s)
+        begins_s = sum(map(model.step_s, steps_before))
+        plan = model.assist_layers(layer_bytes, step_s, layer_s, begins_s)
         is_unsure = self._cold_start is ColdStart.AUTO and not model.assist_is_sure(plan, step_s)
         return _NO_PLAN if is_unsure else plan
 

@@ -14,14 +14,19 @@ The twin runs the same scheduler, so it evicts the same. Only what is idle is a 
 and the block pool add what becomes idle and remove what is used again, so that no policy can evict what is
 pinned. Free memory is used up before anything is evicted.
 
-The policy is LRU over both kinds, with two exceptions:
-- an adapter that was loaded ahead of any request is evicted first;
-- where cached blocks that no second request ever shared fill more than a quarter of the memory, the oldest of
-  these is evicted first: a stream of prompts that never repeat must not evict what is in use.
+Among adapters, the one of the least value goes first: the seconds that reloads of it would take, per byte of
+it, by how often it was used lately. Its uses fade with those of the others (`Uses`), so that of two adapters
+used once the older goes. One that was loaded ahead of any request goes before all others.
 
-A policy can also use what LRU ignores: an adapter's bytes, how often it was used, whether it would be loaded
-again from host memory or from disk; whether a block was shared, which adapter computed it, and whether that
-adapter is in memory (`IdleAdapters.resident`); and how much memory is short.
+Among blocks, the least recently used goes first. But where blocks that no second request ever shared fill
+more than a quarter of the memory, the oldest of these does: a stream of prompts that never repeat must not
+evict what is in use.
+
+Of that adapter and that block, the less recently used goes, or the block in the latter case, or the adapter
+if it was loaded ahead.
+
+A policy can also use what this one ignores: which adapter computed a block, whether that adapter is in memory
+(`IdleAdapters.resident`), and how much memory is short.
 
 Where KV blocks have a host tier, what is evicted from the device may be copied there first: blocks of a
 preempted request (`swapping`), and the cached blocks that `blocks_to_save` returns. The host tier evicts the
@@ -30,21 +35,48 @@ least recently used block.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Set
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Final, NamedTuple, Protocol
+
+from loraplex.perf.drift import DriftWatch
 
 _UNSHARED_SHARE: Final = 0.25
 """Share of the KV memory for cached blocks that were never shared."""
 _NUM_NEXT: Final = 32
 """Number of cached blocks, those evicted next, that are considered for a copy to the host."""
+_MOST_REMOVED: Final = 64
+"""Places of removed adapters to keep, beside as many as there are others."""
+_HALF_LIFE: Final = 512
+"""Uses of adapters of the same memory after which an old one counts half as much as a new one."""
+
+
+class Uses:
+    """How often a copy was used: `total`, and `score`, the logarithm of a sum over its uses in which each
+    weighs twice as much as one `_HALF_LIFE` uses before it. Scores of copies can be compared at any time:
+    fading would lower all of them alike."""
+
+    __slots__ = ("score", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.score = -math.inf
+
+    def add(self, when: int) -> None:
+        """`when`: the number of uses of any adapter of the memory so far."""
+        weight = when / _HALF_LIFE
+        larger, smaller = max(self.score, weight), min(self.score, weight)
+        self.score = larger + math.log2(1 + math.exp2(smaller - larger))
+        self.total += 1
 
 
 class IdleAdapter(Protocol):
     """A policy's view of a copy of an adapter that no request uses. `last_use`: a number that rises with
-    time, comparable with that of blocks where the two share memory. `num_uses`: number of requests that used
-    it. `ahead`: it was loaded ahead of any request, and none has used it since."""
+    time, comparable with that of blocks where the two share memory; 0 if it is `ahead`: loaded ahead of any
+    request, and not used since. `uses`: by requests."""
 
     @property
     def version(self) -> str: ...
@@ -53,7 +85,7 @@ class IdleAdapter(Protocol):
     @property
     def last_use(self) -> int: ...
     @property
-    def num_uses(self) -> int: ...
+    def uses(self) -> Uses: ...
     @property
     def ahead(self) -> bool: ...
     @property
@@ -75,20 +107,42 @@ class CachedBlock(NamedTuple):
 Victim = IdleAdapter | CachedBlock
 
 
+ReloadSeconds = Callable[[IdleAdapter], float]
+"""Returns the seconds to bring an adapter back once it is evicted."""
+
+
+def predicted_reloads(costs: DriftWatch) -> ReloadSeconds:
+    """Return a function that predicts reloads by the current cost model."""
+    return lambda adapter: costs.model.reload_s(adapter.num_bytes, from_host=adapter.reloads_from_host)
+
+
+def _by_bytes(adapter: IdleAdapter) -> float:
+    return adapter.num_bytes
+
+
 class IdleAdapters:
-    """The idle adapters of one memory, in order of eviction. `resident`: all adapters in it, idle or not.
-    `num_bytes`: total bytes of the idle ones."""
+    """The idle adapters of one memory. `resident`: all adapters in it, idle or not. `num_bytes`: total bytes
+    of the idle ones. `reload_s`: predicts reloads; without a prediction, each byte takes as long as another.
+
+    The values are those when an adapter was added: while it is idle, only `reload_s` can change its value
+    beside those of others, and then it has to be removed and added again.
+    """
 
     def __init__(self, resident: Set[str] = frozenset()) -> None:
         self.resident = resident
         self.num_bytes = 0
-        # In order of eviction. Removal from the middle must be fast: any of them may be used again.
-        self._adapters: OrderedDict[str, IdleAdapter] = OrderedDict()
+        self.reload_s: ReloadSeconds = _by_bytes
+        self._adapters: dict[str, IdleAdapter] = {}
+        # The first of the heap goes first. It also has places of adapters that were removed since, which are
+        # not in `_places` any more: so adding and removing take microseconds, however many are idle.
+        self._heap: list[_Place] = []
+        self._places: dict[str, _Place] = {}
 
     def __len__(self) -> int:
         return len(self._adapters)
 
     def __iter__(self) -> Iterator[IdleAdapter]:
+        """Yield them in the order in which they became idle."""
         return iter(self._adapters.values())
 
     def __contains__(self, version: object) -> bool:
@@ -100,18 +154,41 @@ class IdleAdapters:
 
     @property
     def first(self) -> IdleAdapter | None:
-        return next(iter(self._adapters.values()), None)
+        """The next adapter to evict; None if there is none."""
+        heap, places = self._heap, self._places
+        while heap and places.get(heap[0].version) is not heap[0]:
+            heappop(heap)
+        return self._adapters[heap[0].version] if heap else None
 
     def add(self, adapter: IdleAdapter) -> None:
         """Add an adapter whose last use has just ended, or that was loaded ahead of any request."""
         self._adapters[adapter.version] = adapter
         self.num_bytes += adapter.num_bytes
-        if adapter.ahead:
-            self._adapters.move_to_end(adapter.version, last=False)
+        place = _Place(not adapter.ahead, self.value(adapter), adapter.last_use, adapter.version)
+        self._places[adapter.version] = place
+        heappush(self._heap, place)
 
     def remove(self, adapter: IdleAdapter) -> None:
         del self._adapters[adapter.version]
         self.num_bytes -= adapter.num_bytes
+        del self._places[adapter.version]
+        if len(self._heap) > 2 * len(self._places) + _MOST_REMOVED:
+            self._heap = list(self._places.values())
+            heapify(self._heap)
+
+    def value(self, adapter: IdleAdapter) -> float:
+        """Return the logarithm of the seconds of reloads that a byte of it saves."""
+        seconds = self.reload_s(adapter)
+        return adapter.uses.score + math.log2(seconds / adapter.num_bytes) if seconds > 0 else -math.inf
+
+
+class _Place(NamedTuple):
+    """A place in the order of eviction."""
+
+    is_used: bool
+    value: float
+    last_use: int
+    version: str
 
 
 class CachedBlocks:
@@ -173,9 +250,8 @@ def next_victim(adapters: IdleAdapters, blocks: CachedBlocks, *, short: int) -> 
     adapter, block = adapters.first, blocks.first
     if adapter is None or block is None:
         return adapter or block
-    idle_since = 0 if adapter.ahead else adapter.last_use
     cached_since = 0 if blocks.is_flooded else block.last_use
-    return adapter if idle_since < cached_since else block
+    return adapter if adapter.last_use < cached_since else block
 
 
 def blocks_to_save(blocks: CachedBlocks, is_held: Callable[[int], bool]) -> list[int]:

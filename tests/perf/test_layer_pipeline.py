@@ -89,9 +89,12 @@ def test_a_hundred_mebibytes_in_32_copies_take_as_long_as_was_measured() -> None
     assert arrivals_s(H200_BUS, RANK_64_LAYERS, (1,) * 32)[-1] == pytest.approx(2.04e-3, rel=0.01)
 
 
-def simulated_assist(bus: Bus, layers: list[int], step_s: float, assist_s: float, number: int) -> float:
-    """Return the seconds of a step whose first layers come from workers, the others from the bus."""
-    now, on_bus, layer_s = 0.0, bus.lead_s, step_s / len(layers)
+def simulated_assist(
+    bus: Bus, layers: list[int], step_s: float, assist_s: float, begins_s: float, number: int
+) -> float:
+    """Return the seconds of a step whose first layers come from workers, the others from the bus, which has
+    copied for `begins_s` when it begins."""
+    now, on_bus, layer_s = begins_s, bus.lead_s, step_s / len(layers)
     arrivals = {}
     for layer in range(number, len(layers)):
         if layers[layer] > 0:
@@ -100,16 +103,18 @@ def simulated_assist(bus: Bus, layers: list[int], step_s: float, assist_s: float
     for layer, num_bytes in enumerate(layers):
         helped = layer < number and num_bytes > 0
         now = max(now, arrivals.get(layer, 0.0)) + layer_s + (assist_s if helped else 0.0)
-    return now
+    return now - begins_s
 
 
 @settings(max_examples=300)
-@given(BUSES, LAYERS, SECONDS, st.floats(0, 3))
+@given(BUSES, LAYERS, SECONDS, st.floats(0, 3), st.one_of(st.just(0.0), SECONDS))
 def test_workers_get_as_many_layers_as_make_the_step_shortest(
-    bus: Bus, layers: list[int], step_s: float, assist_s: float
+    bus: Bus, layers: list[int], step_s: float, assist_s: float, begins_s: float
 ) -> None:
-    took = [simulated_assist(bus, layers, step_s, assist_s, number) for number in range(len(layers) + 1)]
-    plan = assist_layers(bus, layers, step_s, assist_s)
+    took = [
+        simulated_assist(bus, layers, step_s, assist_s, begins_s, number) for number in range(len(layers) + 1)
+    ]
+    plan = assist_layers(bus, layers, step_s, assist_s, begins_s)
     assert took[plan.num_layers] == pytest.approx(min(took))
     assert plan.saved_s == pytest.approx(took[0] - min(took), abs=1e-9)
     assert plan.delay_s == pytest.approx(min(took) - step_s, abs=1e-9)
@@ -126,6 +131,15 @@ def test_workers_help_as_long_as_the_bus_needs_to_get_ahead() -> None:
     plan = assist_layers(slow, RANK_64_LAYERS, PREFILL_S, assist_layer_s=0.3e-3)
     assert 0 < plan.num_layers < 32
     assert plan.saved_s > 5e-3
+
+
+def test_workers_leave_to_the_bus_what_it_copies_before_the_step_begins() -> None:
+    slow = Bus(copy=Line(latency_s=30e-6, unit_s=1 / 5e9), launch_s=5e-6)
+    at_once, soon, late = (
+        assist_layers(slow, RANK_64_LAYERS, PREFILL_S, 0.3e-3, begins_s).num_layers
+        for begins_s in (0.0, 5e-3, 30e-3)
+    )
+    assert at_once > soon > late == 0
 
 
 def test_a_group_too_large_is_cut_between_layers() -> None:

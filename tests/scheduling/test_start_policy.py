@@ -176,8 +176,46 @@ def test_with_workers_a_request_joins_if_it_gains_more_than_the_decodes_lose() -
 def test_a_prompt_in_the_step_counts_as_much_as_the_request_itself() -> None:
     auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs(bytes_per_s=10e9)), 8)
     one = DECODES._replace(num_decodes=1, num_prompts=1)
-    assert assisted_joins(auto, one, delay_s=8e-3)
-    assert not assisted_joins(auto, one._replace(num_prompts=2), delay_s=8e-3)
+    assert assisted_joins(auto, one, delay_s=4e-3)
+    assert not assisted_joins(auto, one._replace(num_prompts=2), delay_s=4e-3)
+
+
+def test_beside_workers_a_request_joins_without_them_if_it_gains_more_than_the_decodes_lose() -> None:
+    slow = DriftWatch(costs(bytes_per_s=10e9))  # 9 ms for 90 MB, in a step of 5 ms
+
+    def joins_decodes(num_workers: int, num_decodes: int) -> bool:
+        auto = StartPolicy(ColdStart.AUTO, slow, num_workers)
+        return joins(auto, DECODES._replace(num_decodes=num_decodes), others=num_decodes, own_mb=90)
+
+    assert joins_decodes(8, 8)
+    assert not joins_decodes(8, 32)
+    assert not joins_decodes(0, 8)
+
+
+def test_a_request_that_delays_nobody_joins_a_step_that_stalls_anyway() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs(bytes_per_s=1e9)))
+    assert joins(auto, DECODES, others=8, awaited_mb=50, own_mb=0, steps_before=(DECODES,))
+
+
+def test_workers_get_fewer_layers_where_the_copy_runs_beside_steps_in_flight() -> None:
+    policy = StartPolicy(ColdStart.CPU_ASSIST, DriftWatch(costs(bytes_per_s=5e9)), 8)
+
+    def layers(*steps_before: StepFeatures) -> int:
+        return policy.assist_plan(100 * MB, 32, steps_before=steps_before).num_layers
+
+    assert layers() > layers(DECODES) > layers(DECODES, DECODES, DECODES, DECODES) == 0
+
+
+def test_workers_get_fewer_layers_the_longer_the_step_takes() -> None:
+    model = costs(bytes_per_s=5e9)
+    slower = RowCurve(rows=(1, 64), seconds_at=(5e-3, 20e-3))
+    model = replace(model, step=replace(model.step, prompts=slower))
+    policy = StartPolicy(ColdStart.CPU_ASSIST, DriftWatch(model), 8)
+    alone, beside = (
+        policy.assist_plan(100 * MB, 32, beside=StepFeatures(num_decodes=number)).num_layers
+        for number in (0, 32)
+    )
+    assert alone > beside
 
 
 # ---- in the scheduler
@@ -306,6 +344,27 @@ def test_no_layers_are_planned_for_workers_of_which_none_is_ready() -> None:
         land(scheduler, plan)
         scheduler.adapter_loaded(version)
         scheduler.cancel(f"on {version}")
+
+
+def test_workers_are_planned_by_the_steps_in_flight_and_the_requests_that_decode() -> None:
+    model = costs(bytes_per_s=2.5e9)
+    slower = RowCurve(rows=(1, 20, 30), seconds_at=(5e-3, 5e-3, 20e-3))
+    model = replace(model, step=replace(model.step, prompts=slower))
+
+    def layers(num_others: int, *, lands: bool) -> int:
+        scheduler = scheduler_of(model, ColdStart.CPU_ASSIST, num_workers=8)
+        stage(scheduler, "v", 50 * MB)
+        for number in range(num_others):
+            add(scheduler, f"base {number}", num_tokens=2)
+        plan = scheduler.schedule()
+        if lands and plan.chunks:
+            land(scheduler, plan)
+        add(scheduler, "a", "v")
+        (load,) = scheduler.schedule().adapter_loads
+        return load.assisted_layers
+
+    assert layers(0, lands=True) > layers(1, lands=False) > 0
+    assert layers(0, lands=True) > layers(8, lands=True) > 0
 
 
 def test_workers_are_planned_for_the_part_of_a_prompt_that_a_step_computes() -> None:
