@@ -68,8 +68,9 @@ def _best_slots(part: Queued, judge: Judge, request_tokens: float) -> int | None
         if not judge.fits(max_rank, num_slots):
             continue
         found = judge.judge(part, num_slots).throughput_tok_s
-        if best is None or found > _WORTH_FEWER * best_tok_s:
-            best, best_tok_s = num_slots, found
+        if best is not None and found <= _WORTH_FEWER * best_tok_s:
+            break  # Fewer slots leave more memory for requests, until these wait for a slot.
+        best, best_tok_s = num_slots, found
         if best_tok_s >= _SERVES_ALL * offered_tok_s:
             break
     return best
