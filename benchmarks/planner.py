@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.planner_data import MODELS, NUM_ROWS
+from benchmarks.planner_data import MODELS, NUM_ROWS, Asked
 from benchmarks.planner_packing import in_scenarios, own, plan_speed
 from benchmarks.planner_surrogates import recorded, rows, rules, surrogates
 from benchmarks.sources import fingerprints
@@ -39,7 +40,7 @@ from loraplex.core.whole_file import write_whole
 RESULTS: Final = Path(__file__).parent / "results"
 FILE: Final = "planner.json"
 
-SECTIONS: Final[dict[str, Callable[[Path, int], dict[str, Any]]]] = {
+SECTIONS: Final[dict[str, Callable[[Asked], dict[str, Any]]]] = {
     "surrogates": surrogates,
     "rows": rows,
     "rules": rules,
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=list(SECTIONS), help=", ".join(SECTIONS))
     parser.add_argument("--data", type=Path, default=Path("../shared/data/measurements"))
     parser.add_argument("--rows", type=int, default=NUM_ROWS, help="simulated runs to train surrogates on")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that simulate plans")
     parser.add_argument("--out", type=Path, default=RESULTS / FILE)
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
@@ -70,7 +72,7 @@ def main() -> None:
             "num_rows": args.rows,
         }
         try:
-            found = SECTIONS[name](args.data, args.rows)
+            found = SECTIONS[name](Asked(args.data, args.rows, args.workers))
         except UserError as error:
             sys.exit(f"{name}: {error}")
         result = json.loads(args.out.read_text()) if args.out.is_file() else {}

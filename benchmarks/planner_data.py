@@ -46,6 +46,15 @@ MODELS: Final = (
 )
 
 
+class Asked(NamedTuple):
+    """What the command was asked for. `data`: the folder with the recorded runs; `num_rows`: simulated runs
+    to train surrogates on; `num_workers`: processes that simulate plans."""
+
+    data: Path
+    num_rows: int
+    num_workers: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
     """A recorded run. `is_feasible`: it served 0.9 of what it was sent."""

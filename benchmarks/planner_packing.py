@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.planner_data import MODELS, Model, profile_of
+from benchmarks.planner_data import MODELS, Asked, Model, profile_of
 from benchmarks.planner_scenarios import Scenario, scenarios
 from benchmarks.planner_surrogates import forest, small_tree
 from loraplex.perf.cost_model import CostModel
@@ -52,13 +53,13 @@ def judge_by(surrogate: Surrogate, model: Model) -> SurrogateJudge:
     )
 
 
-def plan_speed(data: Path, num_rows: int) -> dict[str, Any]:
+def plan_speed(asked: Asked) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for model in MODELS:
         demand = Scenario(rates="low", sizes="mixed", num_adapters=1280).demand(model)
         accurate, fast = (
-            judge_by(forest(model, num_rows), model),
-            judge_by(small_tree(model, num_rows), model),
+            judge_by(forest(model, asked.num_rows), model),
+            judge_by(small_tree(model, asked.num_rows), model),
         )
         packers: dict[str, Packer] = {
             "max-pack, accurate": MaxPack(judge=accurate),
@@ -97,7 +98,7 @@ class _Checked:
         return self._known[key]
 
 
-def in_scenario(model: Model, scenario: Scenario, quick: Judge, base_tok_s: float) -> dict[str, Any]:
+def in_scenario(model: Model, quick: Judge, base_tok_s: float, scenario: Scenario) -> dict[str, Any]:
     demand = scenario.demand(model)
     checked = _Checked(model, demand)
     packers: dict[str, Callable[[], Sequence[GpuPlan]]] = {
@@ -148,33 +149,33 @@ def _outcome(pack: Callable[[], Sequence[GpuPlan]], checked: _Checked) -> dict[s
     }
 
 
-def in_scenarios(model: Model, data: Path, num_rows: int) -> dict[str, Any]:
+def in_scenarios(model: Model, asked: Asked) -> dict[str, Any]:
     demand = Scenario(rates="low", sizes="low", num_adapters=1).demand(model)
     base_tok_s = most_of_base_model(profile_of(model), demand)
-    quick = judge_by(forest(model, num_rows), model)
+    quick = judge_by(forest(model, asked.num_rows), model)
     cases = {}
-    for scenario in scenarios():
-        cases[scenario.name] = in_scenario(model, scenario, quick, base_tok_s)
-        brief = {name: (each["num_gpus"], each.get("starves")) for name, each in cases[scenario.name].items()}
-        print(f"{model.name}, {scenario.name}: {brief}", file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(asked.num_workers) as pool:
+        found = pool.map(partial(in_scenario, model, quick, base_tok_s), scenarios())
+        for scenario, case in zip(scenarios(), found, strict=True):
+            cases[scenario.name] = case
+            brief = {name: (each["num_gpus"], each.get("starves")) for name, each in case.items()}
+            print(f"{model.name}, {scenario.name}: {brief}", file=sys.stderr, flush=True)
     return {"model": model.name, "seeds": SEEDS, "checked_s": CHECKED_S, "cases": cases}
 
 
-def own(data: Path, num_rows: int) -> dict[str, Any]:
+def own(asked: Asked) -> dict[str, Any]:
     profile = find_profile(Path(_OWN))
     assert isinstance(profile, CostModel)
     demand = _own_demand()
     began_s = time.perf_counter()
     plan = make_plan(demand, profile, profile_name=_OWN, packer="improved", num_gpus=_OWN_GPUS)
     plan_s = time.perf_counter() - began_s
-    runs = []
-    for number, gpu in enumerate(plan.gpus):
-        seed = SEEDS[number % len(SEEDS)]
-        found = run_gpu(profile, demand, gpu, duration_s=_OWN_SECONDS, seed=seed)
-        share = found.served_tok_s / found.offered_tok_s
-        runs.append({"gpu": number, "seed": seed, "share_served": share})
-        print(f"own: GPU {number}, {share:.3f}", file=sys.stderr, flush=True)
-    shares = [run["share_served"] for run in runs]
+    seeds = [SEEDS[number % len(SEEDS)] for number in range(len(plan.gpus))]
+    shares = []
+    with ProcessPoolExecutor(asked.num_workers) as pool:
+        for share in pool.map(partial(_share_served, profile, demand), plan.gpus, seeds):
+            shares.append(share)
+            print(f"own: GPU {len(shares)}, {share:.3f}", file=sys.stderr, flush=True)
     return {
         "profile": _OWN,
         "num_adapters": len(demand.adapters),
@@ -190,6 +191,11 @@ def own(data: Path, num_rows: int) -> dict[str, Any]:
         "least_share_served": min(shares),
         "mean_share_served": sum(shares) / len(shares),
     }
+
+
+def _share_served(profile: CostModel, demand: Demand, gpu: GpuPlan, seed: int) -> float:
+    found = run_gpu(profile, demand, gpu, duration_s=_OWN_SECONDS, seed=seed)
+    return found.served_tok_s / found.offered_tok_s
 
 
 def _own_demand() -> Demand:

@@ -16,6 +16,7 @@ from benchmarks.planner_data import (
     ALL_RUNS,
     HELD_OUT,
     MODELS,
+    Asked,
     Model,
     Recorded,
     dataset_of,
@@ -84,14 +85,14 @@ def _near_limit(runs: Sequence[Recorded]) -> int:
     return sum(abs(share - 1) <= _NEAR_LIMIT for share in shares)
 
 
-def surrogates(data: Path, num_rows: int) -> dict[str, Any]:
+def surrogates(asked: Asked) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for model in MODELS:
-        rows, held_out = split(dataset_of(model, num_rows))
-        runs = recorded_runs(data / HELD_OUT, model)
+        rows, held_out = split(dataset_of(model, asked.num_rows))
+        runs = recorded_runs(asked.data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])
         began_s = time.perf_counter()
-        ours = forest(model, num_rows)
+        ours = forest(model, asked.num_rows)
         train_s = time.perf_counter() - began_s
         found = {
             "boosted trees of the capacity": {
@@ -112,7 +113,7 @@ def surrogates(data: Path, num_rows: int) -> dict[str, Any]:
                 "microseconds": _microseconds(partial(trained.throughput.predict, wide[:1]), 200),
             }
         for name, mean_lengths in (("the twin itself", False), ("the twin, mean lengths", True)):
-            found[name] = by_twin(data, model, runs, mean_lengths=mean_lengths)
+            found[name] = by_twin(asked.data, model, runs, mean_lengths=mean_lengths)
         cases[model.name] = {
             "num_near_limit": _near_limit(runs),
             "models": found,
@@ -143,16 +144,16 @@ def _microseconds(call: Callable[[], object], times: int = 2000) -> float:
     return (time.perf_counter() - began_s) / times * 1e6
 
 
-def rows(data: Path, num_rows: int) -> dict[str, Any]:
+def rows(asked: Asked) -> dict[str, Any]:
     """Train with ever more rows, and with several samples of the same size as far as there are."""
     cases: dict[str, Any] = {}
     for model in MODELS:
-        dataset = dataset_of(model, num_rows)
-        runs = recorded_runs(data / HELD_OUT, model)
+        dataset = dataset_of(model, asked.num_rows)
+        runs = recorded_runs(asked.data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])
         found = []
-        for size in [each for each in _SIZES if each <= num_rows]:
-            for sample in range(min(num_rows // size, _MOST_SAMPLES)):
+        for size in [each for each in _SIZES if each <= asked.num_rows]:
+            for sample in range(min(asked.num_rows // size, _MOST_SAMPLES)):
                 part = dataset.subset(slice(sample * size, (sample + 1) * size))
                 scores = on_recorded(runs, *capacity_forest(part).predict_all(features))
                 found.append({"num_rows": size, "sample": sample, **scores})
@@ -161,13 +162,13 @@ def rows(data: Path, num_rows: int) -> dict[str, Any]:
     return {"models": cases}
 
 
-def rules(data: Path, num_rows: int) -> dict[str, Any]:
+def rules(asked: Asked) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for model in MODELS:
         began_s = time.perf_counter()
-        found = small_tree(model, num_rows)
+        found = small_tree(model, asked.num_rows)
         train_s = time.perf_counter() - began_s
-        runs = recorded_runs(data / HELD_OUT, model)
+        runs = recorded_runs(asked.data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])
         cases[model.name] = {
             **on_recorded(runs, *found.predict_all(features)),
@@ -214,12 +215,12 @@ def _called_nanoseconds(forest: Forest, names: Sequence[str], features: Any) -> 
     return min(_microseconds(partial(predict, *row), _NUM_CALLED) for _ in range(_REPEATS)) * 1e3
 
 
-def recorded(data: Path, num_rows: int) -> dict[str, Any]:
+def recorded(asked: Asked) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for model in MODELS:
-        runs = recorded_runs(data / ALL_RUNS, model)
-        held_out = {each.setup.key for each in recorded_runs(data / HELD_OUT, model)}
-        profile, surrogate = profile_of(model), forest(model, num_rows)
+        runs = recorded_runs(asked.data / ALL_RUNS, model)
+        held_out = {each.setup.key for each in recorded_runs(asked.data / HELD_OUT, model)}
+        profile, surrogate = profile_of(model), forest(model, asked.num_rows)
         rights: list[tuple[bool, bool]] = []
         for each in runs:
             setup = each.setup
