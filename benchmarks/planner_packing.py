@@ -3,7 +3,6 @@ GPUs they take."""
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.planner_data import MODELS, Asked, Model, profile_of
-from benchmarks.planner_scenarios import Scenario, scenarios
+from benchmarks.planner_scenarios import LARGEST, Scenario, scenarios
 from benchmarks.planner_surrogates import forest, small_tree
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -88,30 +87,24 @@ class _Checked:
 
     def __init__(self, model: Model, demand: Demand) -> None:
         self._run = partial(run_gpu, profile_of(model), demand, duration_s=CHECKED_S)
-        self._known: dict[tuple[frozenset[AdapterDemand], int | None], bool] = {}
+        self._known: dict[tuple[frozenset[AdapterDemand], int | None], int] = {}
 
-    def starves(self, gpu: GpuPlan) -> bool:
-        """Return whether the GPU starves by any seed."""
+    def num_starved(self, gpu: GpuPlan) -> int:
+        """Return the number of seeds by which the GPU starves."""
         key = frozenset(gpu.adapters), gpu.num_slots
         if key not in self._known:
-            self._known[key] = any(self._run(gpu, seed=seed).is_starved for seed in SEEDS)
+            self._known[key] = sum(self._run(gpu, seed=seed).is_starved for seed in SEEDS)
         return self._known[key]
 
 
 def in_scenario(model: Model, quick: Judge, base_tok_s: float, scenario: Scenario) -> dict[str, Any]:
     demand = scenario.demand(model)
     checked = _Checked(model, demand)
-    packers: dict[str, Callable[[], Sequence[GpuPlan]]] = {
-        "the paper's": partial(least_gpus, MaxPack(judge=quick), demand, len(demand.adapters)),
-        "ours": partial(_ours, model, demand, quick),
-        "MaxBase": partial(MaxBase(base_tok_s=base_tok_s).pack, demand, len(demand.adapters)),
-        "MaxBase*": partial(
-            MaxBase(base_tok_s=base_tok_s, slots_per_adapter=0.5).pack, demand, len(demand.adapters)
-        ),
-    }
-    found: dict[str, Any] = {}
-    for name, pack in packers.items():
-        found[name] = _outcome(pack, checked)
+    found = _by_judged_packers(model, quick, demand, checked)
+    most = len(demand.adapters)
+    for name, share in (("MaxBase", 1.0), ("MaxBase*", 0.5)):
+        packer: Packer = MaxBase(base_tok_s=base_tok_s, slots_per_adapter=share)
+        found[name] = _outcome(partial(packer.pack, demand, most), checked)
     # They take all GPUs, and get as many as the paper's needs.
     num_gpus = found["the paper's"]["num_gpus"] or MOST_GPUS
     spreading = {
@@ -121,6 +114,17 @@ def in_scenario(model: Model, quick: Judge, base_tok_s: float, scenario: Scenari
     for name, packer in spreading.items():
         found[name] = _outcome(partial(packer.pack, demand, num_gpus), checked)
     return found
+
+
+def of_largest(model: Model, quick: Judge, scenario: Scenario) -> dict[str, Any]:
+    demand = scenario.demand(model)
+    return _by_judged_packers(model, quick, demand, _Checked(model, demand))
+
+
+def _by_judged_packers(model: Model, quick: Judge, demand: Demand, checked: _Checked) -> dict[str, Any]:
+    papers = partial(least_gpus, MaxPack(judge=quick), demand, len(demand.adapters))
+    packers = {"the paper's": papers, "ours": partial(_ours, model, demand, quick)}
+    return {name: _outcome(pack, checked) for name, pack in packers.items()}
 
 
 def _ours(model: Model, demand: Demand, quick: Judge) -> Sequence[GpuPlan]:
@@ -145,7 +149,7 @@ def _outcome(pack: Callable[[], Sequence[GpuPlan]], checked: _Checked) -> dict[s
     return {
         "num_gpus": len(plans),
         "plan_s": plan_s,
-        "starves": [checked.starves(each) for each in plans],
+        "num_starved": [checked.num_starved(each) for each in plans],
     }
 
 
@@ -153,12 +157,23 @@ def in_scenarios(model: Model, asked: Asked) -> dict[str, Any]:
     demand = Scenario(rates="low", sizes="low", num_adapters=1).demand(model)
     base_tok_s = most_of_base_model(profile_of(model), demand)
     quick = judge_by(forest(model, asked.num_rows), model)
+    return _in_each(model, partial(in_scenario, model, quick, base_tok_s), list(scenarios()), asked)
+
+
+def largest(model: Model, asked: Asked) -> dict[str, Any]:
+    quick = judge_by(forest(model, asked.num_rows), model)
+    of_most = [each for each in scenarios() if each.num_adapters == LARGEST]
+    return _in_each(model, partial(of_largest, model, quick), of_most, asked)
+
+
+def _in_each(
+    model: Model, outcomes: Callable[[Scenario], dict[str, Any]], asked_for: list[Scenario], asked: Asked
+) -> dict[str, Any]:
     cases = {}
     with ProcessPoolExecutor(asked.num_workers) as pool:
-        found = pool.map(partial(in_scenario, model, quick, base_tok_s), scenarios())
-        for scenario, case in zip(scenarios(), found, strict=True):
+        for scenario, case in zip(asked_for, pool.map(outcomes, asked_for), strict=True):
             cases[scenario.name] = case
-            brief = {name: (each["num_gpus"], each.get("starves")) for name, each in case.items()}
+            brief = {name: (each["num_gpus"], each.get("num_starved")) for name, each in case.items()}
             print(f"{model.name}, {scenario.name}: {brief}", file=sys.stderr, flush=True)
     return {"model": model.name, "seeds": SEEDS, "checked_s": CHECKED_S, "cases": cases}
 
@@ -182,7 +197,6 @@ def own(asked: Asked) -> dict[str, Any]:
         "rate_rps": _OWN_RPS,
         "num_gpus": len(plan.gpus),
         "plan_s": plan_s,
-        "lower_bound_gpus": math.ceil(_lower_bound(profile, demand)),
         "lower_bound": _lower_bound(profile, demand),
         "lower_bound_without_margin": _lower_bound(profile, demand) * MARGIN,
         "checked_s": _OWN_SECONDS,
