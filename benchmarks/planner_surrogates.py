@@ -92,7 +92,7 @@ def surrogates(asked: Asked) -> dict[str, Any]:
         runs = recorded_runs(asked.data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])
         began_s = time.perf_counter()
-        ours = forest(model, asked.num_rows)
+        ours = train_forest(dataset_of(model, asked.num_rows))
         train_s = time.perf_counter() - began_s
         found = {
             "boosted trees of the capacity": {
@@ -166,7 +166,7 @@ def rules(asked: Asked) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for model in MODELS:
         began_s = time.perf_counter()
-        found = small_tree(model, asked.num_rows)
+        found = train_small_tree(dataset_of(model, asked.num_rows))
         train_s = time.perf_counter() - began_s
         runs = recorded_runs(asked.data / HELD_OUT, model)
         features = np.array([features_of_run(each.setup) for each in runs])

@@ -99,11 +99,12 @@ def speed_table(result: Result) -> str:
             f"{found['num_gpus']}",
             f"{found['seconds'] * 1e3:.1f}",
             f"{found['least_s'] * 1e3:.1f}",
+            f"{found['cpu_s'] * 1e3:.1f}",
         )
         for model, case in _section(result, "plan_speed")["models"].items()
         for name, found in case["packers"].items()
     ]
-    return table(("model", "packer, surrogate", "GPUs", "median, ms", "least, ms"), lines)
+    return table(("model", "packer, surrogate", "GPUs", "median, ms", "least, ms", "CPU, median, ms"), lines)
 
 
 def recorded_table(result: Result) -> str:
