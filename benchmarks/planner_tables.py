@@ -199,7 +199,7 @@ def own_table(result: Result) -> str:
         ("rate of the fullest GPU over the mean", f"{found['highest_rps'] / found['mean_rps']:.3f}"),
         (
             f"runs of {seconds:.0f} s that starve in the twin",
-            f"{found['num_starved']} of {len(seeds)} seeds with each of the {checked} fullest GPUs",
+            f"{found['num_starved']} of {len(seeds) * checked}, with the fullest {plural('GPU', checked)}",
         ),
         (
             "share served, least and mean",
