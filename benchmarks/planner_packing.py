@@ -131,7 +131,10 @@ def of_largest(model: Model, quick: Judge, scenario: Scenario) -> dict[str, Any]
 
 def _by_judged_packers(model: Model, quick: Judge, demand: Demand, checked: _Checked) -> dict[str, Any]:
     papers = partial(least_gpus, MaxPack(judge=quick), demand, len(demand.adapters))
-    packers = {"the paper's": papers, "ours": partial(_ours, model, demand, quick)}
+    packers: dict[str, Callable[[], Sequence[GpuPlan]]] = {
+        "the paper's": papers,
+        "ours": partial(_ours, model, demand, quick),
+    }
     return {name: _outcome(pack, checked) for name, pack in packers.items()}
 
 

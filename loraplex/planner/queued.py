@@ -58,8 +58,6 @@ class Queued(Sequence[AdapterDemand]):
         return self._adapters[place]
 
     def __add__(self, other: Queued) -> Queued:
-        joined = (
-            array("d", one.tobytes() + two.tobytes())
-            for one, two in zip(self.columns, other.columns, strict=True)
-        )
-        return Queued(self._adapters + other._adapters, Columns(*map(memoryview, joined)))
+        both = zip(self.columns, other.columns, strict=True)
+        joined = [memoryview(array("d", one.tobytes() + two.tobytes())) for one, two in both]
+        return Queued(self._adapters + other._adapters, Columns(*joined))
