@@ -191,7 +191,7 @@ def _compared(sections: list[Result]) -> list[str]:
 def own_table(result: Result) -> str:
     """Return the plan for our own engine. Earlier results checked all GPUs."""
     found = _section(result, "own")
-    checked: int = found.get("num_checked_gpus", found["num_gpus"])
+    checked = found["num_checked_gpus" if "num_checked_gpus" in found else "num_gpus"]
     lines = [
         ("adapters, requests/s", f"{found['num_adapters']:,}, {found['rate_rps']:,.0f}"),
         ("GPUs", f"{found['num_gpus']}"),
