@@ -163,11 +163,13 @@ TABLES: Final[dict[str, Table]] = {
         f"planner-{name}": Table((PLANNER,), make, if_missing="Not measured yet.\n")
         for name, make in {
             "surrogates": planner_tables.surrogates_table,
+            "rows": planner_tables.rows_table,
             "rules": planner_tables.rules_table,
             "speed": planner_tables.speed_table,
             "recorded": planner_tables.recorded_table,
             "scenarios": planner_tables.scenarios_table,
             "summary": planner_tables.scenarios_summary,
+            "largest": planner_tables.largest_table,
             "own": planner_tables.own_table,
         }.items()
     },

@@ -26,6 +26,8 @@ CACHE: Final = Path(__file__).parent / ".cache"
 HELD_OUT: Final = "agullo_digital_twin_vs_real.csv.gz"
 ALL_RUNS: Final = "agullo_vllm_adapter_runs.csv.gz"
 HOUR_S: Final = 3600.0
+NUM_ROWS: Final = 1500
+"""Rows that surrogates are trained on, unless others are asked for."""
 _CHATS: Final = "ShareGPT"
 
 
@@ -42,6 +44,15 @@ MODELS: Final = (
     Model("llama", "llama-3.1-8b-instruct", "vllm-h100-llama-3.1-8b", Lengths(223.0, 194.2)),
     Model("qwen", "qwen-2.5-7b-instruct", "vllm-h100-qwen-2.5-7b", Lengths(223.3, 190.5)),
 )
+
+
+class Asked(NamedTuple):
+    """What the command was asked for. `data`: the folder with the recorded runs; `num_rows`: simulated runs
+    to train surrogates on; `num_workers`: processes that simulate plans."""
+
+    data: Path
+    num_rows: int
+    num_workers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +76,10 @@ def dataset_of(model: Model, num_rows: int) -> Dataset:
     CACHE.mkdir(exist_ok=True)
     path = CACHE / f"{model.name}.jsonl"
     simulated = Simulated(profile=profile_of(model), profile_name=model.profile, lengths=model.lengths)
+    if path.is_file():
+        found = read_dataset(path)  # Another process may be making more rows.
+        if found.trained_on == simulated.trained_on and len(found) >= num_rows:
+            return found.subset(slice(num_rows))
 
     def say(phase: str, done: float | None) -> None:
         print(f"{model.name}: {phase}, {done or 0:.1%}", file=sys.stderr, flush=True)

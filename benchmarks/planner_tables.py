@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import ceil
 from statistics import fmean
 
 from benchmarks.markdown import Result, TableError, span, table, when_and_what
+from loraplex.core.words import plural
 
 _NAMES = {"llama": "Llama 3.1 8B", "qwen": "Qwen 2.5 7B"}
 _PAPER = "the paper's"
@@ -20,20 +22,40 @@ def surrogates_table(result: Result) -> str:
             _NAMES[model],
             name,
             f"{found['smape_authors_unit']:.2f}%",
+            _figure(found, "r2", ".3f"),
             f"{found['starvation_macro_f1']:.3f}",
             f"{found['num_misjudged']} of {found['num_runs']}",
             *_simulated(found),
-            f"{found['train_s']:.0f}" if "train_s" in found else "-",
-            f"{found['microseconds']:.0f}" if "microseconds" in found else "-",
+            _figure(found, "train_s", ".0f"),
+            _figure(found, "microseconds", ",.0f"),
         )
         for model, case in _section(result, "surrogates")["models"].items()
         for name, found in case["models"].items()
     ]
     headings = (
-        *("model", "surrogate", "SMAPE", "macro-F1", "misjudged", "SMAPE, simulated", "F1, simulated"),
-        *("training, s", "prediction, us"),
+        *("model", "surrogate", "SMAPE", "R2", "macro-F1", "misjudged", "SMAPE, simulated"),
+        *("F1, simulated", "training, s", "prediction, us"),
     )
     return table(headings, lines)
+
+
+def rows_table(result: Result) -> str:
+    """Return the errors on recorded runs by the number of rows; of several samples the least and the most."""
+    lines = []
+    for model, found in _section(result, "rows")["models"].items():
+        for num_rows in sorted({each["num_rows"] for each in found}):
+            samples = [each for each in found if each["num_rows"] == num_rows]
+            lines.append(
+                (
+                    _NAMES[model],
+                    f"{num_rows:,}",
+                    f"{len(samples)}",
+                    span((each["smape_authors_unit"] for each in samples), ".2f") + "%",
+                    span((each["starvation_macro_f1"] for each in samples), ".3f"),
+                    span((each["num_misjudged"] for each in samples), ".0f"),
+                )
+            )
+    return table(("model", "rows", "samples", "SMAPE", "macro-F1", "misjudged"), lines)
 
 
 def rules_table(result: Result) -> str:
@@ -43,14 +65,28 @@ def rules_table(result: Result) -> str:
             _NAMES[model],
             " + ".join(map(str, found["num_rules"])),
             f"{found['smape_authors_unit']:.2f}%",
+            _figure(found, "r2", ".3f"),
             f"{found['starvation_macro_f1']:.3f}",
             f"{found['num_misjudged']} of {found['num_runs']}",
             span(found["prediction_ns"], ".0f"),
+            span(found.get("called_ns", ()), ".0f"),
             f"{found['train_s']:.0f}",
         )
         for model, found in _section(result, "rules")["models"].items()
     ]
-    headings = ("model", "rules", "SMAPE", "macro-F1", "misjudged", "prediction, ns", "training, s")
+    headings = (
+        *(
+            "model",
+            "rules",
+            "SMAPE",
+            "R2",
+            "macro-F1",
+            "misjudged",
+            "prediction, ns",
+            "called from Python, ns",
+        ),
+        "training, s",
+    )
     return table(headings, lines)
 
 
@@ -63,15 +99,16 @@ def speed_table(result: Result) -> str:
             f"{found['num_gpus']}",
             f"{found['seconds'] * 1e3:.1f}",
             f"{found['least_s'] * 1e3:.1f}",
+            f"{found['cpu_s'] * 1e3:.1f}" if "cpu_s" in found else "-",
         )
         for model, case in _section(result, "plan_speed")["models"].items()
         for name, found in case["packers"].items()
     ]
-    return table(("model", "packer, surrogate", "GPUs", "median, ms", "least, ms"), lines)
+    return table(("model", "packer, surrogate", "GPUs", "median, ms", "least, ms", "CPU, median, ms"), lines)
 
 
 def recorded_table(result: Result) -> str:
-    """Return how often it is foretold rightly whether a GPU serves what a recorded run was sent."""
+    """Return how often it is predicted rightly whether a GPU serves what a recorded run was sent."""
     lines = [
         (
             _NAMES[model],
@@ -82,7 +119,7 @@ def recorded_table(result: Result) -> str:
         )
         for model, found in _section(result, "recorded")["models"].items()
     ]
-    headings = ("model", "runs", "that kept up", "foretold rightly", "of those never fitted to")
+    headings = ("model", "runs", "that kept up", "predicted rightly", "of those never fitted to")
     return table(headings, lines)
 
 
@@ -96,6 +133,19 @@ def scenarios_table(result: Result) -> str:
         for name, found in each["cases"].items()
     ]
     return table(("model", "scenario", "max-pack", *packers[1:]), lines)
+
+
+def largest_table(result: Result) -> str:
+    """Return the GPUs of max-pack and of ours for the scenarios with the most adapters."""
+    if "largest" not in result:
+        return "Not measured yet.\n"
+    section = result["largest"]
+    packers = (_PAPER, _OURS)
+    lines = [
+        (_NAMES[section["model"]], name, *(_gpus(found[packer]) for packer in packers))
+        for name, found in section["cases"].items()
+    ]
+    return table(("model", "scenario", "max-pack", "ours"), lines)
 
 
 def scenarios_summary(result: Result) -> str:
@@ -139,19 +189,19 @@ def _compared(sections: list[Result]) -> list[str]:
 
 
 def own_table(result: Result) -> str:
-    """Return the plan for our own engine."""
+    """Return the plan for our own engine. Earlier results checked all GPUs."""
     found = _section(result, "own")
-    seeds, seconds = found["seeds"], found["checked_s"]
+    checked = found["num_checked_gpus" if "num_checked_gpus" in found else "num_gpus"]
     lines = [
         ("adapters, requests/s", f"{found['num_adapters']:,}, {found['rate_rps']:,.0f}"),
         ("GPUs", f"{found['num_gpus']}"),
-        ("lower bound", f"{found['lower_bound']:.1f}, so {found['lower_bound_gpus']} GPUs"),
-        ("GPUs over the bound", f"{found['num_gpus'] / found['lower_bound_gpus'] - 1:.1%}"),
-        ("lower bound without the judge's margin", f"{found['lower_bound_without_margin']:.1f}"),
+        *_bound(found, "lower bound", found["lower_bound"]),
+        *_bound(found, "lower bound without the judge's margin", found["lower_bound_without_margin"]),
         ("time to plan", f"{found['plan_s']:.1f} s"),
+        ("GPUs checked in the twin, the fullest first", f"{checked}"),
         (
-            "GPUs that starve in the twin",
-            f"{found['num_starved']} of {found['num_gpus'] * len(seeds)} runs of {seconds:.0f} s",
+            "runs that starve",
+            f"{found['num_starved']} of {len(found['seeds']) * checked}, of {found['checked_s']:.0f} s each",
         ),
         (
             "share served, least and mean",
@@ -161,11 +211,21 @@ def own_table(result: Result) -> str:
     return table(("10,000 adapters on our own engine", ""), lines)
 
 
+def _bound(found: Result, name: str, bound: float) -> list[tuple[str, str]]:
+    num_gpus = ceil(bound)
+    over = found["num_gpus"] / num_gpus - 1
+    return [(name, f"{bound:.1f}, so {num_gpus} GPUs"), (f"GPUs over the {name}", f"{over:.1%}")]
+
+
 def note(result: Result) -> str:
     dates, commits = when_and_what(result)
-    first = next(iter(result.values()))
-    machine = first["machine"]
-    return f"Computed {dates} on one core of {machine['cpu']}, Python {first['python']}, commit {commits}.\n"
+    machines = dict.fromkeys(f"{_of_machine(each)}, Python {each['python']}" for each in result.values())
+    return f"Computed {dates} on {' and '.join(machines)}, commit {commits}.\n"
+
+
+def _of_machine(section: Result) -> str:
+    machine = section["machine"]
+    return f"{machine['cores']} {plural('core', machine['cores'])} of {machine['cpu']}"
 
 
 def _section(result: Result, name: str) -> Result:
@@ -184,6 +244,10 @@ def _simulated(found: Result) -> tuple[str, str]:
         return "-", "-"
     accuracy = found["simulated"]
     return f"{accuracy['throughput_smape_authors_unit']:.2f}%", f"{accuracy['starvation_macro_f1']:.3f}"
+
+
+def _figure(found: Result, name: str, form: str) -> str:
+    return f"{found[name]:{form}}" if name in found else "-"
 
 
 def _gpus(found: Result) -> str:

@@ -76,12 +76,15 @@ _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benc
 _BESIDE_TWIN: Final = ("loraplex/scheduling", _ADAPTERS, "loraplex/perf")
 _TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")
 _SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, _OTHER_POLICIES, *AUTO, "loraplex/workload")
+_SURROGATES: Final = (
+    *(f"loraplex/planner/{name}.py" for name in ("capacity", "dataset", "features", "grid", "searches")),
+    *(f"loraplex/planner/{name}.py" for name in ("surrogate", "training", "traffic", "trees")),
+    *(f"benchmarks/planner_{name}.py" for name in ("data", "surrogates")),
+)
 _PLANNER: Final = (
-    *(f"loraplex/planner/{name}.py" for name in ("capacity", "dataset", "features", "grid", "queued")),
-    *(f"loraplex/planner/{name}.py" for name in ("steady_state", "surrogate", "training", "traffic")),
-    *(f"loraplex/planner/{name}.py" for name in ("trees", "trial")),
+    *(f"loraplex/planner/{name}.py" for name in ("headroom", "make", "queued", "steady_state", "trial")),
     "loraplex/planner/packing",
-    *(f"benchmarks/planner{name}.py" for name in ("", "_data", "_scenarios")),
+    *(f"benchmarks/planner_{name}.py" for name in ("packing", "scenarios")),
 )
 
 
@@ -180,8 +183,11 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "batching.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/workload", "benchmarks/batching.py")},
     "gpu_batching.json": {"*": (*_TIMED_ENGINE, "benchmarks/batching.py", "benchmarks/gpu_batching.py")},
     "planner.json": {
-        "own": (*_BESIDE_TWIN, _FLEET_TWIN, *_PLANNER),
-        "*": ("loraplex/perf", "loraplex/twin", *_PLANNER),
+        "own": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/planner/traffic.py", *_PLANNER),
+        **dict.fromkeys(
+            ("surrogates", "rows", "rules", "recorded"), ("loraplex/perf", "loraplex/twin", *_SURROGATES)
+        ),
+        "*": ("loraplex/perf", "loraplex/twin", *_SURROGATES, *_PLANNER),
     },
     "fairness.json": {"*": (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "benchmarks/fairness.py")},
     "quick_profile.json": {"*": (*_ENGINE, "loraplex/bench/profile_scenarios.py")},

@@ -121,7 +121,10 @@ def check_plan(
     check_kind(plan, profile)
     check_lengths(profile, demand)
     loaded = [number for number, gpu in enumerate(plan.gpus) if gpu.adapters]
-    seconds = [judged_s(gpu.rate_rps, profile) if duration_s is None else duration_s for gpu in plan.gpus]
+    seconds = [
+        judged_s(gpu.rate_rps, profile, len(gpu.adapters)) if duration_s is None else duration_s
+        for gpu in plan.gpus
+    ]
     trials = [Trial(plan.gpus[number], seconds[number], seed) for number in loaded for seed in seeds]
     if with_most:
         base_tok_s = most_of_base_model(profile, demand)

@@ -31,7 +31,7 @@ from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
 PACKERS: Final = {
     "max-pack": "fills one GPU after the other, as far as it serves what is asked of it",
-    "improved": "as max-pack, then tries to do with fewer GPUs and to even their load",
+    "improved": "as max-pack or evenly divided, whichever takes fewer GPUs, and evens their load",
     "least-rate": "puts each adapter on the GPU with the lowest rate; for short latencies",
     "max-base": "fills GPUs to what the base model serves without adapters; a baseline",
     "max-base-half": "as max-base, with half as many slots as adapters; a baseline",
@@ -40,7 +40,7 @@ PACKERS: Final = {
 }
 """Name of each packer, and what it does."""
 BASELINES: Final = ("max-base", "max-base-half", "random", "dlora")
-"""Packers whose choices are not judged."""
+"""Packers whose plans are not judged."""
 BASELINES_WITHOUT_SLOTS: Final = ("max-base", "random", "dlora")
 """Baselines that differ on an engine without slots."""
 _SPREADS_BLINDLY: Final = ("random", "dlora")
@@ -150,7 +150,10 @@ def _packed(
     is_quick = not isinstance(judge, TwinJudge)
     asked = judge if is_quick else ReportingJudge(judge, len(demand.adapters), report)
     most_judgements = _MOST_QUICK_JUDGEMENTS if is_quick else _MOST_JUDGEMENTS
-    chosen = packer_of(packer, profile, demand, asked, most_judgements=most_judgements)
+    # Of a surrogate's plan, the twin judges each GPU afterwards, and tries the even divisions.
+    chosen = packer_of(
+        packer, profile, demand, asked, most_judgements=most_judgements, divides_evenly=trained is None
+    )
     if packer in ("least-rate", "random") and trained is None:  # surrogates know nothing of single adapters
         check_hardest(demand, asked, has_slots=has_slots)
     if num_gpus is None:
@@ -188,17 +191,25 @@ def _fewest(packer: str, profile: Profile, demand: Demand) -> int:
 
 
 def packer_of(
-    name: str, profile: Profile, demand: Demand, judge: Judge, *, most_judgements: int = _MOST_JUDGEMENTS
+    name: str,
+    profile: Profile,
+    demand: Demand,
+    judge: Judge,
+    *,
+    most_judgements: int = _MOST_JUDGEMENTS,
+    divides_evenly: bool = True,
 ) -> Packer:
-    """Return the packer of that name. `most_judgements`: for those that improve. Raises PlanError if there is
-    none."""
+    """Return the packer of that name. `most_judgements`, `divides_evenly`: for those that improve. Raises
+    PlanError if there is none."""
     has_slots = not isinstance(profile, CostModel)
     match name:
         case "max-pack":
             return MaxPack(judge=judge, has_slots=has_slots)
         case "improved":
             packer = MaxPack(judge=judge, has_slots=has_slots)
-            return LocalImprovement(packer=packer, judge=judge, most_judgements=most_judgements)
+            return LocalImprovement(
+                packer=packer, judge=judge, most_judgements=most_judgements, divides_evenly=divides_evenly
+            )
         case "least-rate":
             return LeastRate(judge=judge, has_slots=has_slots)
         case "max-base" | "max-base-half":

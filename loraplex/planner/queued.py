@@ -27,7 +27,7 @@ def columns_of(adapters: Sequence[AdapterDemand]) -> Columns:
 
 
 class Queued(Sequence[AdapterDemand]):
-    """Adapters in their order. A slice shares the columns."""
+    """Adapters in their order. A slice shares the columns, a sum joins them."""
 
     __slots__ = ("_adapters", "columns")
 
@@ -35,6 +35,10 @@ class Queued(Sequence[AdapterDemand]):
         """`columns`: those of these adapters, if they are known."""
         self._adapters = tuple(adapters)
         self.columns = columns_of(self._adapters) if columns is None else columns
+
+    @property
+    def max_rank(self) -> int:
+        return int(max(self.columns.ranks, default=0))
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -52,3 +56,8 @@ class Queued(Sequence[AdapterDemand]):
         if isinstance(place, slice):
             return Queued(self._adapters[place], Columns(*(each[place] for each in self.columns)))
         return self._adapters[place]
+
+    def __add__(self, other: Queued) -> Queued:
+        both = zip(self.columns, other.columns, strict=True)
+        joined = [memoryview(array("d", one.tobytes() + two.tobytes())) for one, two in both]
+        return Queued(self._adapters + other._adapters, Columns(*joined))

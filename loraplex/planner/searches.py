@@ -55,7 +55,7 @@ _FOREST_CLASSES: Final[Options] = {
 }
 _QUICK: Final[Mapping[ModelKind, Options]] = {
     ModelKind.FOREST: {"n_estimators": (32,), "max_depth": (None, 10), "min_samples_leaf": (1, 5)},
-    ModelKind.SVM: {"C": (10, 1000), "kernel": ("rbf",), "gamma": ("scale", 1)},
+    ModelKind.SVM: {"C": (10, 1000, 10000), "kernel": ("rbf",), "gamma": ("scale", 1)},
     ModelKind.KNN: _KNN,
 }
 

@@ -74,8 +74,15 @@ def accuracy(throughput_tok_s: Floats, is_starved: Flags, held_out: Dataset) -> 
     return {
         "num_held_out": float(len(held_out)),
         "throughput_smape_authors_unit": in_authors_unit(smape(list(pairs))),
+        "throughput_r2": r_squared(throughput_tok_s, held_out.throughput_tok_s),
         "starvation_macro_f1": macro_f1(list(classes)),
     }
+
+
+def r_squared(predicted: Floats, measured: Floats) -> float:
+    """Return the share of the variance that predictions explain."""
+    missed = ((predicted - measured) ** 2).sum()
+    return float(1 - missed / ((measured - measured.mean()) ** 2).sum())
 
 
 def surrogate_accuracy(surrogate: Surrogate, held_out: Dataset) -> dict[str, float]:

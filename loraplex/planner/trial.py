@@ -23,6 +23,9 @@ _MOST_JUDGED: Final = 50_000
 _JUDGED_S: Final = (600.0, 3600.0)
 """A packer's choices are judged by about so many requests, and by simulations of so many seconds: of fewer,
 if there would be `_MOST_JUDGED` requests, which no GPU serves in time."""
+_JUDGED_S_OF_ADAPTER: Final = 3.0
+"""Least seconds for each adapter of an engine with slots. Each is read once, which takes up to half a second
+and holds up all requests: a run of ten minutes with 400 adapters would say little about the hours after."""
 _OURS_JUDGED_S: Final = 60.0
 """Least seconds of our own engine, whose adapters are in host memory: no first loads to outlast."""
 _MOST_RPS: Final = 5000.0
@@ -115,11 +118,13 @@ def most_of_base_model(profile: Profile, demand: Demand) -> float:
     return float(summary["input_tok_s"] + summary["output_tok_s"])
 
 
-def judged_s(rate_rps: float, profile: Profile) -> float:
+def judged_s(rate_rps: float, profile: Profile, num_adapters: int) -> float:
     """Return the seconds to simulate, so that there are enough requests to tell from, and not too many."""
     least_s, most_s = _JUDGED_S
     if isinstance(profile, CostModel):
         least_s = _OURS_JUDGED_S
+    else:
+        least_s = min(max(least_s, _JUDGED_S_OF_ADAPTER * num_adapters), most_s)
     if rate_rps <= 0:
         return least_s
     return min(max(_JUDGED_REQUESTS / rate_rps, least_s), most_s, _MOST_JUDGED / rate_rps)
@@ -145,7 +150,7 @@ class TwinJudge:
             times = min(_MOST_RPS / rate_rps, 1.0) if rate_rps else 1.0
             simulated = tuple(replace(each, rate_rps=each.rate_rps * times) for each in adapters)
             gpu = GpuPlan(adapters=simulated, num_slots=num_slots)
-            duration_s = judged_s(rate_rps * times, self._profile)
+            duration_s = judged_s(rate_rps * times, self._profile, len(adapters))
             found = run_gpu(self._profile, self._demand, gpu, duration_s=duration_s, seed=self._seed)
             is_starved = found.is_starved or times < 1.0
             missed = () if is_starved else self._objective.missed(found.ttft_s, found.itl_s)

@@ -207,7 +207,7 @@ def _repaired(plan: Plan, served: Plan, wanted: Demand, profile: Profile) -> Pla
     ]
     judge = default_judge(profile, wanted, plan.objective)
     try:
-        gpus = improve(present, wanted, judge, most_judgements=0)
+        gpus = improve(present, wanted, judge, most_judgements=0, divides_evenly=False)
     except PlanError:
         return None
     return replace(

@@ -27,3 +27,12 @@ def test_parts_share_the_columns() -> None:
     queue = Queued(ADAPTERS)
     assert queue[3:7].columns.rates_rps.obj is queue.columns.rates_rps.obj
     assert columns_of(queue) is queue.columns
+
+
+def test_a_sum_is_described_as_its_adapters_are() -> None:
+    queue = Queued(ADAPTERS)
+    joined = queue[12:15] + queue[3:7]
+    assert list(joined) == ADAPTERS[12:15] + ADAPTERS[3:7]
+    assert slot_features(joined, 4).tolist() == slot_features(list(joined), 4).tolist()
+    assert joined.max_rank == 24
+    assert Queued([]).max_rank == 0

@@ -20,6 +20,7 @@ from loraplex.planner.training import (
     capacity_forest,
     capacity_trees,
     forest_surrogate,
+    r_squared,
     refine,
     split,
     surrogate_accuracy,
@@ -122,6 +123,7 @@ def test_the_accuracy_is_on_rows_that_were_held_out(train_one: object) -> None:
     assert found.accuracy.keys() == {
         "num_held_out",
         "throughput_smape_authors_unit",
+        "throughput_r2",
         "starvation_macro_f1",
     }
     assert found.accuracy["num_held_out"] == 40
@@ -165,3 +167,10 @@ def test_the_papers_search_has_every_option_of_the_models() -> None:
         for search in Search:
             assert regressor.get_params().keys() >= regression_options(kind, search).keys()
             assert classifier.get_params().keys() >= class_options(kind, search).keys()
+
+
+def test_r_squared_is_the_share_of_the_variance_that_is_explained() -> None:
+    measured = np.array([1.0, 2.0, 3.0])
+    assert r_squared(measured, measured) == 1.0
+    assert r_squared(np.full(3, 2.0), measured) == 0.0
+    assert r_squared(np.array([1.0, 2.0, 4.0]), measured) == 0.5

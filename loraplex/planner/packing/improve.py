@@ -5,7 +5,9 @@ The plan may come from a quick judge, and be improved with a slower and better o
 1. Repair: a GPU that starves keeps what it serves of its adapters; the others go to GPUs with room, or to new
    ones.
 2. Fewer GPUs: the adapters of one of the least loaded GPUs are spread over the others, if these take all.
-3. Lowest worst load: adapters move from the GPU with the highest rate to one of those with the lowest, or are
+3. Even division: all adapters are divided anew, so that all GPUs are alike, if fewer GPUs will then do or
+   the highest rate gets lower.
+4. Lowest worst load: adapters move from the GPU with the highest rate to one of those with the lowest, or are
    swapped for others with a lower rate.
 
 Each GPU that a step changes is judged, and the step is taken only if none starves. So the plan never gets
@@ -21,6 +23,7 @@ from typing import Final
 
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.judge import Judge
+from loraplex.planner.packing.even import divided, evenly
 from loraplex.planner.packing.order import size_first_zigzag
 from loraplex.planner.packing.packer import (
     NotEnoughGpusError,
@@ -32,6 +35,7 @@ from loraplex.planner.packing.packer import (
 )
 from loraplex.planner.packing.testing_points import SLOT_COUNTS
 from loraplex.planner.plan import GpuPlan
+from loraplex.planner.queued import Queued
 
 _MOST_DONORS: Final = 3
 """GPUs that are tried to empty, the least loaded first, before there is no hope for fewer GPUs."""
@@ -49,12 +53,14 @@ _Pairs = list[tuple[AdapterDemand, AdapterDemand]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalImprovement:
     """Improves the plans of another packer. `judge`: may be another one than the packer's; `most_judgements`:
-    times that it is asked at most, beyond those that repair takes, of which the last step may use a few
-    more."""
+    times that it is asked at most, beyond those that repair and even divisions take, of which the last step
+    may use a few more. `divides_evenly`: whether even divisions are tried. All of their GPUs are full if
+    they are fewer, so that they are for a judge that is not improved on by another one afterwards."""
 
     packer: Packer
     judge: Judge
     most_judgements: int = 1000
+    divides_evenly: bool = True
 
     def pack(self, demand: Demand, num_gpus: int) -> tuple[GpuPlan, ...]:
         """Return the improved plan. The other packer may need more GPUs than there are, if it has a plan for
@@ -68,7 +74,13 @@ class LocalImprovement:
             if error.plans is None:
                 raise
             plans = error.plans
-        improved = improve(plans, demand, self.judge, most_judgements=self.most_judgements)
+        improved = improve(
+            plans,
+            demand,
+            self.judge,
+            most_judgements=self.most_judgements,
+            divides_evenly=self.divides_evenly,
+        )
         if len(improved) > num_gpus:
             loads = sorted(len(each.adapters) for each in improved)
             num_left = sum(loads[: len(loads) - num_gpus])
@@ -77,10 +89,16 @@ class LocalImprovement:
 
 
 def improve(
-    plans: Sequence[GpuPlan], demand: Demand, judge: Judge, *, most_judgements: int = 1000
+    plans: Sequence[GpuPlan],
+    demand: Demand,
+    judge: Judge,
+    *,
+    most_judgements: int = 1000,
+    divides_evenly: bool = True,
 ) -> tuple[GpuPlan, ...]:
     """Return a plan with as many GPUs or fewer, or with the same number and a lower highest rate, if one is
-    found. Only a plan that starves GPUs, by this judge, may need more.
+    found. Only a plan that starves GPUs, by this judge, may need more. `divides_evenly`: see
+    `LocalImprovement`.
 
     Each adapter is on one GPU of the plan only. Raises PlanError if an adapter starves a GPU alone."""
     names = [each.name for plan in plans for each in plan.adapters]
@@ -89,6 +107,8 @@ def improve(
     search.repair(demand)
     while search.has_judgements and search.remove_a_gpu():
         pass
+    if divides_evenly:
+        search.divide_evenly(demand.request_tokens)
     while search.has_judgements and search.relieve_the_fullest():
         pass
     return tuple(
@@ -102,10 +122,10 @@ class _Gpu:
     """A GPU as packed so far. A changed one is a new object, so that trying leaves the present one alone."""
 
     def __init__(self, adapters: Iterable[AdapterDemand], num_slots: int | None) -> None:
-        self.adapters = list(adapters)
+        self.adapters = adapters if isinstance(adapters, Queued) else Queued(adapters)
         self.num_slots = num_slots
-        self.rate_rps = sum(each.rate_rps for each in self.adapters)
-        self.max_rank = max((each.rank for each in self.adapters), default=0)
+        self.rate_rps = sum(self.adapters.columns.rates_rps)
+        self.max_rank = self.adapters.max_rank
 
 
 class _Search:
@@ -123,27 +143,27 @@ class _Search:
     def repair(self, demand: Demand) -> None:
         """Make every GPU one that the judge finds good, with more GPUs if need be."""
         left_before = self._judgements_left
-        homeless: list[AdapterDemand] = []
+        unplaced: list[AdapterDemand] = []
         for number, gpu in enumerate(self.gpus):
             good = self._with_slots(gpu.adapters, gpu.num_slots)
             if good is None:
                 empty = _Gpu([], gpu.num_slots)
                 good, refused = self._filled(empty, size_first_zigzag(gpu.adapters))
-                homeless += refused
+                unplaced += refused
             self.gpus[number] = good
-        homeless = size_first_zigzag(homeless)
+        unplaced = size_first_zigzag(unplaced)
         for number, gpu in enumerate(self.gpus):
-            if not homeless:
+            if not unplaced:
                 break
-            self.gpus[number], homeless = self._filled(gpu, homeless)
+            self.gpus[number], unplaced = self._filled(gpu, unplaced)
         first_slots = self._first_slots()
-        while homeless:
-            filled = [self._filled(_Gpu([], number), homeless) for number in first_slots]
+        while unplaced:
+            filled = [self._filled(_Gpu([], number), unplaced) for number in first_slots]
             gpu, refused = min(filled, key=lambda each: len(each[1]))
             if not gpu.adapters:
-                raise self._not_served(homeless[0], demand, first_slots[0])
+                raise self._not_served(unplaced[0], demand, first_slots[0])
             self.gpus.append(gpu)
-            homeless = refused
+            unplaced = refused
         self.gpus = [each for each in self.gpus if each.adapters]
         self._judgements_left = left_before
 
@@ -163,6 +183,25 @@ class _Search:
             self.has_judgements and self._empty(donor)
             for donor in sorted(self.gpus, key=_rate)[: min(_MOST_DONORS, len(self.gpus) - 1)]
         )
+
+    def divide_evenly(self, request_tokens: float) -> None:
+        """Divide all adapters anew, among as few GPUs as will do; among as many as there are only if that
+        lowers the highest rate."""
+        adapters = [each for gpu in self.gpus for each in gpu.adapters]
+        has_slots = any(gpu.num_slots is not None for gpu in self.gpus)
+        judge, num_gpus, best = self._judge, len(self.gpus), None
+        for fewer in range(num_gpus - 1, 0, -1):
+            found = evenly(divided(adapters, fewer), judge, request_tokens, has_slots=has_slots)
+            if found is None:
+                break
+            best = found
+        if best is None and num_gpus > 1:
+            parts = divided(adapters, num_gpus)
+            highest_rps = sum(parts[0].columns.rates_rps)
+            if highest_rps < (1 - _EQUAL_SHARE) * max(map(_rate, self.gpus)):
+                best = evenly(parts, judge, request_tokens, has_slots=has_slots)
+        if best is not None:
+            self.gpus = [_Gpu(each.adapters, each.num_slots) for each in best]
 
     def relieve_the_fullest(self) -> bool:
         """Lower the rate of the GPU with the highest. Return False if no move or swap is found."""
@@ -199,7 +238,7 @@ class _Search:
         Adapters are offered in runs: all of them, the first half of a run that is refused, and a longer run
         after one that is taken. If one is refused alone, those with at least its rank and rate are not
         offered, as they cost at least as much."""
-        rest = list(offered)
+        rest = Queued(offered)
         taken: set[str] = set()
         num_refusals, run_length = 0, len(rest)
         refused_length: int | None = None  # A run of so many, from the front, is known to be refused.
@@ -207,7 +246,7 @@ class _Search:
             run = rest[:run_length]
             grown = None
             if refused_length != 1:
-                grown = self._with_slots([*gpu.adapters, *run], gpu.num_slots)
+                grown = self._with_slots(gpu.adapters + run, gpu.num_slots)
             if grown is not None:
                 gpu = grown
                 taken.update(each.name for each in run)
@@ -223,7 +262,7 @@ class _Search:
             else:
                 num_refusals += 1
                 rank, rate_rps = run[0].rank, run[0].rate_rps
-                rest = [each for each in rest if each.rank < rank or each.rate_rps < rate_rps]
+                rest = Queued(each for each in rest if each.rank < rank or each.rate_rps < rate_rps)
                 refused_length, run_length = None, 1
         return gpu, [each for each in offered if each.name not in taken]
 
@@ -280,7 +319,7 @@ class _Search:
         self.gpus = [changed.get(id(each), each) for each in self.gpus]
         return True
 
-    def _with_slots(self, adapters: Sequence[AdapterDemand], num_slots: int | None) -> _Gpu | None:
+    def _with_slots(self, adapters: Queued, num_slots: int | None) -> _Gpu | None:
         """Return the GPU with these adapters and about so many slots; None if it starves."""
         if num_slots is None:
             return _Gpu(adapters, None) if self._is_good(adapters, None) else None
@@ -289,9 +328,9 @@ class _Search:
                 return _Gpu(adapters, number)
         return None
 
-    def _slots_near(self, num_slots: int, adapters: Sequence[AdapterDemand]) -> list[int]:
+    def _slots_near(self, num_slots: int, adapters: Queued) -> list[int]:
         """Return numbers of slots that fit: this one, the next if adapters would use it, the one before."""
-        max_rank = max((each.rank for each in adapters), default=0)
+        max_rank = adapters.max_rank
         above = bisect_right(SLOT_COUNTS, num_slots)
         tried = [num_slots]
         if num_slots < len(adapters):
@@ -338,6 +377,6 @@ def _closest_pair(given: Sequence[AdapterDemand], taken: Sequence[AdapterDemand]
 
 def _without(
     adapters: Sequence[AdapterDemand], removed: Sequence[AdapterDemand], *, and_with: Sequence[AdapterDemand]
-) -> list[AdapterDemand]:
+) -> Queued:
     names = {each.name for each in removed}
-    return [*(each for each in adapters if each.name not in names), *and_with]
+    return Queued([*(each for each in adapters if each.name not in names), *and_with])

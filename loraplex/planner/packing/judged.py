@@ -1,4 +1,4 @@
-"""Packers that ask nobody, made to: what they pack is judged, and refused if it starves."""
+"""Packers that ask no judge: what they pack is judged afterwards, and refused if it starves."""
 
 from __future__ import annotations
 

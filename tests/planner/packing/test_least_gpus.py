@@ -50,7 +50,8 @@ def test_a_greedy_packer_packs_once() -> None:
     assert len(least_gpus(MaxPack(judge=judge), demand, 64)) == 10
     assert len(judge.calls) == once
     judge.calls.clear()
-    improving = LocalImprovement(packer=MaxPack(judge=judge), judge=judge, most_judgements=0)
+    packer = MaxPack(judge=judge)
+    improving = LocalImprovement(packer=packer, judge=judge, most_judgements=0, divides_evenly=False)
     assert len(least_gpus(improving, demand, 64)) == 10
     repairing = 10
     assert len(judge.calls) == once + repairing
