@@ -56,7 +56,15 @@ def plan_of(*gpus: tuple[str, ...], rate_rps: float = RATE_RPS, num_slots: int =
 def placement_of_fleet(*gpus: tuple[str, ...]) -> dict[str, Any]:
     """Return what a fleet answers that serves so, by replicas with the numbers 1, 2, and so on."""
     rows = [
-        {"name": name, "rank": 8, "bytes": 2**20, "replicas": [number], "given": [number], "waiting": []}
+        {
+            "name": name,
+            "version": f"version-of-{name}",
+            "rank": 8,
+            "bytes": 2**20,
+            "replicas": [number],
+            "given": [number],
+            "waiting": [],
+        }
         for number, names in enumerate(gpus, start=1)
         for name in names
     ]
