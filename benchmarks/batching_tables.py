@@ -113,9 +113,10 @@ def kv_swap_table(result: Result) -> str:
             f"{found['kv_tokens']:,}",
             *(f"{found['goodput_rps'][name]:.2f}" for name in ("recompute", "swap")),
             f"{found['goodput_ratio']:.2f}x",
-            ", ".join(f"{each['ttft_mean_s']:.2f}" for each in next(iter(found["at"].values())).values()),
+            f"{rate}: " + ", ".join(f"{by_way[name]['ttft_mean_s']:.2f}" for name in ("recompute", "swap")),
         )
         for found in result["sections"].values()
+        for rate, by_way in [next(iter(found["at"].items()))]
     ]
     headings = (
         "requests",
@@ -123,7 +124,7 @@ def kv_swap_table(result: Result) -> str:
         "computed again, requests/s",
         "or swapped, requests/s",
         "gain",
-        "TTFT at the first rate, mean, s",
+        "mean TTFT at one rate, computed again and swapped, s",
     )
     return table(headings, lines)
 

@@ -47,7 +47,7 @@ MODELS: Final = (
 
 
 class Asked(NamedTuple):
-    """What the command was asked for. `data`: the folder with the recorded runs; `num_rows`: simulated runs
+    """The options of the command. `data`: the folder with the recorded runs; `num_rows`: simulated runs
     to train surrogates on; `num_workers`: processes that simulate plans."""
 
     data: Path

@@ -59,7 +59,7 @@ class Floor:
 
 
 class Counts:
-    """How often each adapter was used, as counts that fade. Each count is kept as of its last change."""
+    """Counts of the uses of each adapter, which fade. Each count is kept as of its last change."""
 
     def __init__(self) -> None:
         self._now = 0

@@ -45,7 +45,7 @@ def twin_table(measured: Result, simulated: Result) -> str:
 
 
 def _simulated_cases(predicted: Result) -> list[tuple[str, dict[str, float]]]:
-    """As `_cases`, of what the twin predicts."""
+    """Return the cases that the twin predicts, like `_cases`."""
     setups = {setup.name: _title(setup.name, setup.rank, setup.requests_per_s) for setup in SETUPS}
     return [
         *((f"one request, {tokens}", means) for tokens, means in predicted["idle"].items()),

@@ -26,7 +26,7 @@ _LEAST: Final = 0.05
 """Mean number of requests below which a tenant does not use the engine."""
 _BURST: Final = 2.0
 """A tenant that asks for more than this times its share, on the mean, is bounded: requests come in bursts.
- It stays bounded until it asks for no more than its share: a server that refuses what it asks for
+It stays bounded until it asks for no more than its share: a server that refuses what it asks for
 makes it seem to ask for less."""
 
 

@@ -1,6 +1,6 @@
 """The controller of a live fleet: adapters and replicas come and go while requests are routed.
 
-Its plan, token counts and periods persist through these changes. `decide` replaces `tick`: it is told which
+Its plan, token counts and periods persist through these changes. `decide` replaces `tick`: it is given which
 replicas serve, so that the adapters of a lost replica are placed elsewhere at once, and a replica that joins
 gets its share. A plan takes effect as described in `plan_change`.
 """

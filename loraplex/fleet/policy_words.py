@@ -16,7 +16,7 @@ ROUTINGS_EXPLAINED: Final = {
     "affinity": "where its adapter is in use, queues are short and KV memory is free",
     "rendezvous": "the first in its adapter's own order that is not too busy",
     "auto": "where it costs least time per token, or little more with its adapter there",
-    "oracle": "as auto, told what will come: the gain there is, in simulations only",
+    "oracle": "as auto, knowing what will come: the gain there is, in simulations only",
 }
 PLACEMENTS_EXPLAINED: Final = {
     "everywhere": "every replica",

@@ -55,9 +55,9 @@ _HALF_LIFE: Final = 512
 
 
 class Uses:
-    """How often a copy was used: `total`, and `score`, the logarithm of a sum over its uses in which each
-    weighs twice as much as one `_HALF_LIFE` uses before it. Scores of copies can be compared at any time:
-    fading would lower all of them alike."""
+    """The uses of a copy: `total`, their number, and `score`, the logarithm of a sum over its uses in which
+    each weighs twice as much as one `_HALF_LIFE` uses before it. Scores of copies can be compared at any
+    time: fading would lower all of them alike."""
 
     __slots__ = ("score", "total")
 

@@ -13,7 +13,6 @@ pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
 from benchmarks import cold_tables, cost_tables, make_tables
 from benchmarks.markdown import TableError
-from benchmarks.slow_bus_tables import twin_table
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
 from loraplex.perf.profile_json import profile_to_json
@@ -177,28 +176,3 @@ def test_products_not_measured_say_what_to_run(
         workers["bfloat16"]["products"] = [{"rank": 8, "tokens": 16}]
     with pytest.raises(TableError, match=reason):
         cold_tables.workers_table(workers)
-
-
-def test_a_setup_that_was_only_simulated_has_no_deviation() -> None:
-    policy = {"auto": {"ready": {"mean": 2.0}}}
-    measured = {
-        "6 GB/s": {
-            "results": {
-                "idle": {"32 tokens": policy},
-                "burst": {"auto": {"mean": 4.0}},
-                "setups": {"S3": {"policies": {"auto": {"ttft_ms": {"mean": 10.0}}}}},
-            }
-        }
-    }
-    means_ms = {
-        "idle": {"32 tokens": {"auto": 1.0}},
-        "burst": {"auto": 5.0},
-        "setups": {"S1": {"auto": 7.0}, "S3": {"auto": 9.0}},
-    }
-    rows = twin_table(measured, {"ttft_mean_ms": {"6 GB/s": means_ms}}).splitlines()[2:]
-    assert [row.split(" | ")[-1].rstrip(" |") for row in rows] == [
-        "1.0 ms (-50%)",
-        "5.0 ms (+25%)",
-        "7.0 ms",
-        "9.0 ms (-10%)",
-    ]

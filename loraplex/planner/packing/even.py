@@ -18,12 +18,12 @@ from loraplex.planner.plan import GpuPlan
 from loraplex.planner.queued import Queued
 
 _RATE_OF_ADAPTER: Final = 0.1
-"""What each adapter counts beside its rate, relative to the mean rate: adapters that are hardly asked for
+"""The weight of each adapter beside its rate, relative to the mean rate: adapters that are hardly asked for
 would all go to one GPU."""
 _SERVES_ALL: Final = 0.99
 """Share of what is offered above which no other number of slots is looked for."""
 _WORTH_FEWER: Final = 1.005
-"""How much more throughput, relative, fewer slots have to bring: with more, fewer requests wait for one."""
+"""The factor of throughput that fewer slots have to bring: with more, fewer requests wait for one."""
 
 
 def divided(adapters: Iterable[AdapterDemand], num_gpus: int) -> list[Queued]:

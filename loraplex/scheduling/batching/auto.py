@@ -91,7 +91,7 @@ class AutoBatching:
             decodes = each.num_cached is not None and each.num_remaining == 1
             if not decodes or each.delayed_s + step.takes_s > most_s:
                 return False
-        # Whoever comes next for a place was there as long as the first that waits now.
+        # The request that gets the next place has waited as long as the first that waits now.
         since_s = min((each.arrived_s for each in view.requests[view.max_running :]), default=now_s)
         latest_s = self._lags.latest_s(step.paused, step.takes_s, step.gains_s, now_s)
         return latest_s <= PAUSE_SHARE * allowed_s(now_s - since_s)

@@ -1,9 +1,9 @@
 """The lags of running requests' places: they become free later than first come, first served, or sooner.
 
-A request that pauses for a step of `w` seconds ends that much later than if it had run, and whoever waits for
-its place gets it that much later. One that runs merged instead, where a step of all requests would take `u`
-seconds, ends `u - w` sooner. What a place is behind goes on to the next request on it. What it is ahead does
-not: of few places, one that is ahead would let others wait for long.
+A request that pauses for a step of `w` seconds ends that much later than if it had run, and the request that
+waits for its place gets it that much later. One that runs merged instead, where a step of all requests would
+take `u` seconds, ends `u - w` sooner. What a place is behind goes on to the next request on it. What it is
+ahead does not: of few places, one that is ahead would let others wait for long.
 
     place 1   [ a: paused for 0.2 s  ][ c: 0.2 s behind from its first step on ]
     place 2   [ b: ran merged ][ d: neither behind nor ahead                   ]

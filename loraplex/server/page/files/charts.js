@@ -2,7 +2,8 @@
 
 import { $, count, duration, h, rate, s, setText } from "./dom.js";
 
-// Of the shortest that shows all samples: seconds, between two marks, in words.
+// The spans of the charts, of which the shortest that shows all samples is taken: seconds, seconds between
+// two marks, and its name.
 const SPANS = [
   [60, 15, "minute"],
   [120, 30, "two minutes"],
