@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import typer
 
-from loraplex.cli.configured import file_options, is_configured, origin_of, section_of
+from loraplex.cli.configured import file_options, is_configured, origin_of
 from loraplex.cli.flags import App
 from loraplex.cli.server_calls import AsJson
 from loraplex.cli.table import print_table, printable, text_column
@@ -20,8 +18,6 @@ from loraplex.core.url_secrets import MASK, without_secrets
 _SECRETS: Final = frozenset({"api_key", "admin_key", "backend_key", "backend_admin_key"})
 _AS_JSON: Final = "--json"
 _NOT_OPTIONS: Final = frozenset({"config", "help"})
-# Variables that Kubernetes sets for a service of the same name.
-_OF_SERVICES: Final = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_TCP_PORT", "_TCP_PROTO", "_TCP_ADDR")
 _COLUMNS: Final = (text_column("option"), text_column("value"), text_column("from"))
 
 app = App(help="Options from files and the environment.", no_args_is_help=True)
@@ -57,8 +53,6 @@ def show(
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
         print_table([row | {"value": _text(row["value"])} for row in rows], _COLUMNS)
-    for line in _unused_variables(called):
-        typer.echo(line, err=True)
 
 
 def _parsed(root: Any, words: Sequence[str]) -> Any:
@@ -122,16 +116,3 @@ def _text(value: Any) -> str:
         case list():
             return ", ".join(map(str, value))
     return printable(str(value))
-
-
-def _unused_variables(context: Any) -> list[str]:
-    """Return a line for each variable that begins like this command's, and is no option."""
-    prefix = f"{context.auto_envvar_prefix}_"
-    known = {f"{prefix}{each.name.upper()}" for each in context.command.params}
-    found = []
-    for name in sorted(os.environ):
-        if name.startswith(prefix) and name not in known and not name.endswith(_OF_SERVICES):
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"; did you mean {near[0]}?" if near else ""
-            found.append(f"{name} is no option of `loraplex {section_of(context).replace('.', ' ')}`{advice}")
-    return found

@@ -5,6 +5,7 @@ A flag wins over the environment, that over the file, and the file over the defa
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,10 @@ class Origin(StrEnum):
     DEFAULT = "default"
 
 
+# Variables that Kubernetes sets for a service of the same name.
+_OF_SERVICES: Final = ("_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_TCP_PORT", "_TCP_PROTO", "_TCP_ADDR")
+_VERY_CLOSE: Final = 0.9
+"""Likeness above which a name is taken for a mistyped one."""
 _ORIGINS: Final = {
     "COMMANDLINE": Origin.FLAG,
     "ENVIRONMENT": Origin.ENVIRONMENT,
@@ -47,8 +52,13 @@ def from_environment(*command: str) -> dict[str, Any]:
 
 
 def _read_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of the options that are parsed after this one."""
-    if path is None or context.resilient_parsing:
+    """Make the file's values the defaults of the options that are parsed after this one. Names variables of
+    the environment that set nothing, as a mistyped key would leave a server open."""
+    if context.resilient_parsing:
+        return path
+    for line in _unused_variables(context):
+        typer.echo(line, err=True)
+    if path is None:
         return path
     section = section_of(context)
     commands = file_options(context.find_root().command)
@@ -123,9 +133,37 @@ def origin_of(context: Any, param: Any) -> tuple[Origin, str]:
 
 
 def _variable(context: Any, param: Any) -> str:
-    own = [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
+    own = _own_variables(param)
     automatic = f"{context.auto_envvar_prefix}_{param.name.upper()}"
     return next((name for name in own if os.environ.get(name)), automatic)
+
+
+def _unused_variables(context: Any) -> list[str]:
+    """Return a line for each variable that begins like this command's, or is much like one of its own names,
+    and is no option."""
+    prefix = f"{context.auto_envvar_prefix}_"
+    own = {name for each in context.command.params for name in _own_variables(each)}
+    automatic = {f"{prefix}{each.name.upper()}" for each in context.command.params}
+    command = section_of(context).replace(".", " ")
+    found = []
+    for name in sorted(os.environ):
+        if name in own or name in automatic or name.endswith(_OF_SERVICES):
+            continue
+        if name.startswith(prefix):
+            near = difflib.get_close_matches(name, automatic, n=1)
+        elif name.startswith(f"{_PREFIX.upper()}_"):
+            near = difflib.get_close_matches(name, own, n=1, cutoff=_VERY_CLOSE)
+        else:
+            continue
+        advice = f"; did you mean {near[0]}?" if near else ""
+        if near or name.startswith(prefix):
+            found.append(f"{name} is no option of `loraplex {command}`{advice}")
+    return found
+
+
+def _own_variables(param: Any) -> list[str]:
+    """Return the variables of an option that are named for it alone."""
+    return [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
 
 
 def prefer_the_argument(context: Any) -> None:

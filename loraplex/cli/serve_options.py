@@ -331,7 +331,7 @@ def one_model(model: str | None, named: str | None) -> str:
     if (model is None) == (named is None):
         what = "the model is missing" if model is None else f"there are two models, {model} and {named}"
         raise typer.BadParameter(
-            f"{what}; give one: a folder or a repository, also with --backend, for its tokenizer",
+            f"{what}; give one: a folder or a repository (a fleet in front of servers needs its tokenizer)",
             param_hint="MODEL",
         )
     found = model or named

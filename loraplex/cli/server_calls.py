@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -112,6 +113,14 @@ def _call(
     url = f"{base_url.rstrip('/').removesuffix('/v1')}{path}"
     if not url.startswith(("http://", "https://")):
         raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise typer.BadParameter(
+            "has characters that no key has, such as a line break; give the key alone", param_hint="--api-key"
+        )
+    try:
+        urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"is no URL ({error})", param_hint="--base-url") from None
     request = urllib.request.Request(
         url,
         data=None if body is None else json.dumps(body).encode(),

@@ -181,6 +181,6 @@ def _explain_local(repo: HubRepo, error: Exception) -> str:
     logger.info("%s could not be fetched: %s", repo, error)
     endpoint = _without_password(constants.ENDPOINT)
     return (
-        f"{repo} could not be fetched from {endpoint} ({type(error).__name__}); "
-        "check the network, or give a local folder"
+        f"there is no folder {repo} here, and it could not be fetched from {endpoint} "
+        f"({type(error).__name__}); check the name and the network"
     )

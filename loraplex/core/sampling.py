@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from numbers import Integral, Real
+from typing import Any, Final
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.structured_output import StructuredOutput
@@ -54,22 +56,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, None)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _check_whole("max_tokens", self.max_tokens, 1, None)
+        _check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be above 0; use temperature 0 for greedy", param="top_p")
-        _check_range("top_k", self.top_k, 0, None)
+        _check_whole("top_k", self.top_k, 0, None)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            _check_whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        for token_id, bias in self.logit_bias:
-            _check_range("logit_bias", token_id, 0, None)
+        for token_id, bias in _pairs("logit_bias", self.logit_bias):
+            _check_whole("logit_bias", token_id, 0, None)
             _check_range("logit_bias", bias, -100.0, 100.0)
+        _check_texts("stop", self.stop)
+        _check_texts("bad_words", self.bad_words)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
         if any(not text for text in self.stop):
@@ -83,11 +87,11 @@ class SamplingParams:
                 f"a text of bad_words may have at most {MAX_BAD_WORD_CHARS} characters", param="bad_words"
             )
         for token_id in self.stop_token_ids:
-            _check_range("stop_token_ids", token_id, 0, None)
+            _check_whole("stop_token_ids", token_id, 0, None)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
-                _check_range(name, count, 0, MAX_LOGPROBS)
-        _check_range("n", self.n, 1, MAX_CHOICES)
+                _check_whole(name, count, 0, MAX_LOGPROBS)
+        _check_whole("n", self.n, 1, MAX_CHOICES)
         if self.structured_output is not None:
             for name, is_given in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens > 0)):
                 if is_given:
@@ -115,10 +119,41 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-def _check_range(name: str, value: float, low: float, high: float | None) -> None:
-    """Raise InvalidRequestError for NaN, infinities and anything outside [low, high]."""
+def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
+    """Raise InvalidRequestError for what is no number, and for NaN, infinities and anything outside
+    [low, high]."""
+    if not _is_a(Real, value):
+        raise InvalidRequestError(f"{name} must be a number, not {value!r:.100}", param=name)
     if not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be a finite number, not {value}", param=name)
     if value < low or (high is not None and value > high):
         limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
         raise InvalidRequestError(f"{name} must be {limits}, not {value:g}", param=name)
+
+
+def _check_whole(name: str, value: Any, low: float, high: float | None) -> None:
+    """Raise InvalidRequestError for anything but a whole number in [low, high]."""
+    if _is_a(Real, value) and math.isfinite(value) and not _is_a(Integral, value):
+        raise InvalidRequestError(f"{name} must be a whole number, not {value!r:.100}", param=name)
+    _check_range(name, value, low, high)
+
+
+def _is_a(kind: type, value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_texts(name: str, value: object) -> None:
+    """Raise InvalidRequestError for anything but a tuple or list of texts. A text alone is no such list: its
+    characters would be taken."""
+    if not isinstance(value, (tuple, list)) or not all(isinstance(text, str) for text in value):
+        raise InvalidRequestError(f"{name} must be a tuple of texts, not {value!r:.100}", param=name)
+
+
+def _pairs(name: str, value: object) -> Iterable[tuple[object, object]]:
+    if not isinstance(value, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in value
+    ):
+        raise InvalidRequestError(
+            f"{name} must be a tuple of pairs of a token id and a number, not {value!r:.100}", param=name
+        )
+    return value

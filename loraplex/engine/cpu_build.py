@@ -75,7 +75,7 @@ def plan_adapter_bytes(options: EngineOptions) -> int:
     """Return the bytes for adapters of each process: a share of the memory left by weights and KV cache."""
     if options.host_adapter_memory_bytes is not None:
         return options.host_adapter_memory_bytes
-    share = _DEFAULT_ADAPTER_SHARE / options.tensor_parallel
+    share = _DEFAULT_ADAPTER_SHARE * options.memory_share / options.tensor_parallel
     return min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
 
 
@@ -202,7 +202,7 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
     token_bytes = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
     budget = options.kv_memory_bytes
     if budget is None:
-        budget = min(int(available * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
+        budget = min(int(available * _DEFAULT_KV_SHARE * options.memory_share), _MAX_DEFAULT_KV_BYTES)
         # No more than all concurrently running requests could ever fill.
         budget = min(budget, options.max_running * shape.max_position * token_bytes)
     num_blocks = budget // (token_bytes * options.block_size)

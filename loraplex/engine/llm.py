@@ -208,6 +208,12 @@ class LLM:
     ) -> list[Completion]:
         """Answer one or several conversations, rendered with the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not all(map(_is_conversation, conversations)):
+            raise InvalidRequestError(
+                "chat answers conversations, which are lists of messages such as "
+                '{"role": "user", "content": "Hello"}; generate completes texts',
+                param="messages",
+            )
         prompts = [
             self._chat_prompt(conversation, template_options)  # type: ignore[arg-type]
             for conversation in conversations
@@ -396,6 +402,10 @@ def _choice(deltas: Sequence[TextDelta]) -> Choice:
         stop=last.stop,
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
     )
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
 
 
 def _one_each(value: Any, count: int, param: str) -> list[Any]:

@@ -17,8 +17,10 @@ class EngineOptions:
 
     `kv_memory_bytes` is for a CPU, `memory_fraction` for a GPU, whose memory KV cache and adapters share.
     `tensor_parallel`: number of processes that share the model, each with a part of it, of every adapter and
-    of the KV cache. Memory options apply to each process; `num_threads` is for all of them together, on a
-    CPU. If it is None, an engine of one process uses fewer threads while other programs take CPU time.
+    of the KV cache. Memory options apply to each process; `memory_share`: the part of the machine's free
+    memory that sizes which are not given are taken of, as several engines may share it. `num_threads` is for
+    all processes together, on a CPU. If it is None, an engine of one process uses fewer threads while other
+    programs take CPU time.
     `cold_start`: what requests do whose adapter is not loaded; on a CPU, which computes from the memory that
     adapters are read into, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that
     compute LoRA beside a GPU; `max_cpu_workers`: most of them if their number is decided from the machine,
@@ -34,6 +36,7 @@ class EngineOptions:
     kv_memory_bytes: int | None = None
     host_adapter_memory_bytes: int | None = None
     memory_fraction: float | None = None
+    memory_share: float = 1.0
     max_model_len: int | None = None
     max_step_tokens: int | None = None
     max_running: int = 256

@@ -344,6 +344,21 @@ def test_list_explains_a_server_that_does_not_answer_well(status: int, body: byt
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("url", "key", "message"),
+    [
+        ("http://127.0.0.1:9", "a\nsecret", "has characters that no key has"),
+        ("http://127.0.0.1:9", "ключ", "has characters that no key has"),
+        ("http://[::1", "k", "is no URL (Invalid IPv6 URL)"),
+    ],
+)
+def test_a_key_or_url_that_cannot_be_sent_is_refused(url: str, key: str, message: str) -> None:
+    result = run("list", "--base-url", url, "--api-key", key)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert "secret" not in result.stderr
+
+
 def test_versions_of_a_misspelt_adapter_name_similar_ones() -> None:
     rows = [{"name": "sql"}, {"name": "poet"}]
     with serving(200, json.dumps({"data": rows}).encode()) as (url, _):

@@ -173,7 +173,7 @@ def test_a_hub_that_cannot_be_reached_is_told_from_one_that_may_not_be(hub: Fake
     hub.push("org/it", adapter)
     unreachable = hub.fetch("org/it", HF_ENDPOINT=nobody_listens())
     assert unreachable["error"] == "AdapterFetchError"
-    assert "check the network, or give a local folder" in unreachable["message"]
+    assert "; check the name and the network" in unreachable["message"]
     assert "\n" not in unreachable["message"]
     offline = hub.fetch("org/it", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE" in offline["message"]
@@ -198,9 +198,9 @@ def test_a_disk_without_room_leaves_nothing_half_and_works_when_there_is_some(
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "free some space"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "free some space"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "(Permission denied); make that writable"),
-        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "check the network"),
-        (RuntimeError("first\nsecond"), "(RuntimeError); check the network"),
-        (ValueError(), "(ValueError); check the network"),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "check the name and the network"),
+        (RuntimeError("first\nsecond"), "(RuntimeError); check the name and the network"),
+        (ValueError(), "(ValueError); check the name and the network"),
     ],
 )
 def test_whatever_the_client_raises_is_explained(

@@ -10,8 +10,9 @@ import torch
 
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
-from loraplex.engine import build
+from loraplex.engine import build, cpu_build
 from loraplex.engine.build import build_core
+from loraplex.engine.cpu_build import plan_adapter_bytes, plan_cpu
 from loraplex.engine.cuda.assemble import build_cuda_core
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.options import CudaOptions
@@ -97,3 +98,19 @@ def test_device_memory_that_does_not_do_is_told_in_tokens(
     )
     with pytest.raises(error, match=message):
         build_cuda_core(config, random_weights(config, torch.float32, torch.device("cpu")), cuda_options)
+
+
+def test_sizes_that_are_not_given_are_taken_of_the_share_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_build, "available_bytes", lambda: 1 << 24)
+    config = config_of_shape("tiny")
+
+    def sizes(**options: object) -> tuple[int, int]:
+        asked = EngineOptions(model="", **options)  # type: ignore[arg-type]
+        return plan_cpu(asked, config, torch.float32).num_blocks, plan_adapter_bytes(asked)
+
+    num_blocks, adapter_bytes = sizes()
+    assert sizes(memory_share=0.25) == (num_blocks // 4, adapter_bytes // 4)
+    given = {"kv_memory_bytes": 1 << 20, "host_adapter_memory_bytes": 1 << 21}
+    assert sizes(memory_share=0.25, **given) == sizes(**given)

@@ -172,6 +172,12 @@ def test_a_conversation_is_answered_by_template(llm: LLM, core: EchoCore) -> Non
     assert [tiny_tokenizer().decode(c.prompt_token_ids).endswith("HEY ") for c in both] == [True, True]
 
 
+@pytest.mark.parametrize("messages", ["hi", ["hi", "you"], [["hi"]], [5]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="lists of messages"):
+        llm.chat(messages)
+
+
 def test_generate_works_inside_a_running_event_loop(llm: LLM) -> None:
     async def notebook_cell() -> str:
         return llm.generate("Hello")[0].text

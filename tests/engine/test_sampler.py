@@ -218,3 +218,27 @@ def test_bad_parameters_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 1.5}, "top_k must be a whole number, not 1.5"),
+        ({"n": True}, "n must be a number, not True"),
+        ({"max_tokens": "x"}, "max_tokens must be a number, not 'x'"),
+        ({"logprobs": 2.5}, "logprobs must be a whole number"),
+        ({"temperature": None}, "temperature must be a number, not None"),
+        ({"top_p": []}, r"top_p must be a number, not \[\]"),
+        ({"seed": "x"}, "seed must be a number"),
+        ({"stop": "END"}, "stop must be a tuple of texts, not 'END'"),
+        ({"stop": 5}, "stop must be a tuple of texts"),
+        ({"bad_words": ("a", 5)}, "bad_words must be a tuple of texts"),
+        ({"stop_token_ids": (1.5,)}, "stop_token_ids must be a whole number"),
+        ({"logit_bias": {5: 1.0}}, "logit_bias must be a tuple of pairs"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    """They would fail in a step, with all requests."""
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        SamplingParams(**options)
+    assert caught.value.param == next(iter(options))

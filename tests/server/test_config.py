@@ -213,6 +213,18 @@ def test_a_variable_that_is_no_option_is_pointed_out() -> None:
     )
 
 
+def test_a_server_points_out_a_key_that_it_does_not_get(started: list[Any]) -> None:
+    env = {"LORAPLEX_SERVE_API_KY": "secret", "LORAPLEX_APIKEY": "secret", "LORAPLEX_BACKEND_KEY": "k"}
+    said = run("serve", "model", env=env).stderr
+    assert "LORAPLEX_APIKEY is no option of `loraplex serve`; did you mean LORAPLEX_API_KEY?\n" in said
+    assert (
+        "LORAPLEX_SERVE_API_KY is no option of `loraplex serve`; did you mean LORAPLEX_SERVE_API_KEYS?\n"
+        in said
+    )
+    assert "secret" not in said
+    assert "BACKEND" not in said
+
+
 def test_only_commands_that_take_a_file_are_shown() -> None:
     result = run("config", "show", "twin", "run")
     assert "these do: serve, demo, fleet serve" in str(result.exception)

@@ -50,7 +50,7 @@ def build_cuda_engine(
     local = Shard(index=0, count=num_shards).config(config)
     host_bytes = options.host_adapter_memory_bytes
     if host_bytes is None:
-        host_bytes = default_host_bytes() // num_shards
+        host_bytes = int(default_host_bytes() * options.memory_share) // num_shards
     cuda_options = CudaOptions(
         dtype=dtype,
         memory_fraction=options.memory_fraction or DEFAULT_MEMORY_FRACTION,

@@ -51,7 +51,7 @@ def local_fleet(
             else "lower --replicas or --kv-memory"
         )
         raise UserError(f"there can be {most[0]} {plural('replica', most[0])} at most: {most[1]}; {fix}")
-    engine = with_share(engine, max_threads() // num_replicas, on_gpu=bool(gpus))
+    engine = with_share(engine, num_replicas, max_threads(), on_gpu=bool(gpus))
 
     pool = PoolDirectory()
 
@@ -78,9 +78,12 @@ def local_fleet(
     return FleetEngine(setup, num_replicas, log)
 
 
-def with_share(engine: EngineOptions, num_cores: int, *, on_gpu: bool) -> EngineOptions:
-    """Return the options of a replica whose share of the machine is so many cores: they limit its threads, or
-    beside a GPU its CPU workers, if the number of these is not given."""
+def with_share(engine: EngineOptions, num_replicas: int, num_cores: int, *, on_gpu: bool) -> EngineOptions:
+    """Return the options of one of so many replicas on a machine with so many cores. Its share of the cores
+    limits its threads, or beside a GPU its CPU workers, if the number of these is not given; its share of the
+    memory limits the sizes that are not given."""
+    num_cores //= num_replicas
+    engine = replace(engine, memory_share=1 / num_replicas)
     if on_gpu:
         return replace(engine, max_cpu_workers=default_num_workers(num_cores))
     return engine if engine.num_threads is not None else replace(engine, num_threads=max(num_cores, 1))
@@ -100,7 +103,8 @@ def _most_on_gpus(engine: EngineOptions, gpus: tuple[str, ...]) -> tuple[int, st
 def _most_in_memory(engine: EngineOptions) -> tuple[int, str] | None:
     """Return how many replicas on a CPU have room for their KV caches, and why; None if no size was given.
 
-    This is checked here because each replica alone finds the whole machine free when it starts.
+    This is checked here because each replica alone finds the whole machine free when it starts. Sizes that
+    are not given are divided among the replicas (`with_share`).
     """
     if engine.kv_memory_bytes is None:
         return None

@@ -22,8 +22,9 @@ from loraplex.server.fleet.local_replicas import with_share
         ({"num_threads": 3}, 8, False, {"num_threads": 3}),
     ],
 )
-def test_a_replica_gets_its_share_of_the_cores(
+def test_a_replica_gets_its_share_of_the_machine(
     options: dict[str, Any], num_cores: int, on_gpu: bool, share: dict[str, Any]
 ) -> None:
     engine = EngineOptions(model="m", **options)
-    assert with_share(engine, num_cores, on_gpu=on_gpu) == EngineOptions(model="m", **share)
+    found = with_share(engine, 4, 4 * num_cores, on_gpu=on_gpu)
+    assert found == EngineOptions(model="m", memory_share=0.25, **share)
