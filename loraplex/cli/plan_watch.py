@@ -111,7 +111,7 @@ def _look_once(
 
     present = placement_at(base_url, api_key)
     check_num_gpus(plan, present.replicas)
-    measured = measured_demand(base_url, api_key)
+    measured = measured_demand(base_url, api_key, profile)
     if not said and (words := warn_of_other_engine(profile, measured.engine, base_url)) is not None:
         said.add(words)
     demand = _served(measured.demand, present)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import StorageError
-from loraplex.core.modules import MAX_RANK
 from loraplex.core.whole_file import write_whole
 from loraplex.planner.demand import MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
+from loraplex.planner.ranks import LARGEST_RANK
 
 VERSION: Final = 1
 _VERSION_KEY: Final = "loraplex_plan"
@@ -131,7 +131,7 @@ def _adapter_of(fields: Mapping[str, Any]) -> AdapterDemand:
         rate_rps = _positive(rate_rps, "rate_rps", MAX_RATE_RPS)
     return AdapterDemand(
         name=_text(fields["name"], "name"),
-        rank=_whole(fields["rank"], "rank", MAX_RANK),
+        rank=_whole(fields["rank"], "rank", LARGEST_RANK),
         rate_rps=float(rate_rps),
     )
 
