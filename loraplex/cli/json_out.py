@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,9 @@ def save_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def files_saved(*saves: tuple[Path | None, Callable[[Path], None]]) -> Iterator[None]:
-    """Save files, then run the block that prints their figures; each happens even if the other fails.
+def files_saved(*saves: tuple[Path | None, Callable[[Path], None]]) -> Iterator[Collection[Path]]:
+    """Save files, then run the block that prints their figures; each happens even if the other fails. Yields
+    the files that were saved.
 
     Files come first, as printing may fail on a full disk or a closed pipe. Errors of saving are raised after
     the block.
@@ -71,7 +72,7 @@ def files_saved(*saves: tuple[Path | None, Callable[[Path], None]]) -> Iterator[
             written.append(path)
         except StorageError as error:
             errors.append(error)
-    yield
+    yield written
     for path in written:
         typer.echo(f"wrote {path}")
     if errors:

@@ -5,6 +5,7 @@ Imports are deferred until a command runs, to keep `--help` fast.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import typer
@@ -14,6 +15,7 @@ from loraplex.core.errors import UserError
 from loraplex.core.progress import in_words
 
 if TYPE_CHECKING:
+    from loraplex.perf.named_profiles import Profile
     from loraplex.planner.demand import Demand
     from loraplex.server.responses import DemandInfo, EngineInfo
 
@@ -30,9 +32,10 @@ class Measured(NamedTuple):
     engine: EngineInfo | None = None
 
 
-def measured_demand(url: str, api_key: str | None) -> Measured:
+def measured_demand(url: str, api_key: str | None, profile: Profile | None = None) -> Measured:
     """Return the demand of the last half hour; says on stderr what a plan for it leaves out. Adapters without
-    requests are in it, with a rate of zero.
+    requests are in it, with a rate of zero. `profile`: of the engines that are planned for; adapters that
+    these do not take are left out.
 
     Raises UserError if no such server answers, or if it has answered no requests for adapters."""
     from loraplex.planner.demand import AdapterDemand, Demand
@@ -55,7 +58,27 @@ def measured_demand(url: str, api_key: str | None) -> Measured:
         prompt_tokens=max(found.prompt_tokens, 1.0),
         output_tokens=max(found.output_tokens, 1.0),
     )
+    if profile is not None:
+        demand = _served_by(profile, demand)
     return Measured(demand, is_rough=_num_requests(found) < _FEW, engine=found.engine)
+
+
+def _served_by(profile: Profile, demand: Demand) -> Demand:
+    """Return the demand for the adapters that the engines take. Raises PlanError if that is none of them."""
+    from loraplex.planner.ranks import check_ranks, serves, too_large
+
+    served = tuple(each for each in demand.adapters if serves(profile, each))
+    if not served:
+        check_ranks(profile, demand.adapters)
+    if num_left_out := len(demand.adapters) - len(served):
+        first = next(each for each in demand.adapters if not serves(profile, each))
+        others = f", with {num_left_out - 1:,} more of such ranks" if num_left_out > 1 else ""
+        typer.echo(
+            f"{too_large(profile, first)}: it is left out of the plan{others}; serve such adapters apart, "
+            "merged into their base model",
+            err=True,
+        )
+    return replace(demand, adapters=served)
 
 
 def engine_at(url: str, api_key: str | None) -> EngineInfo | None:

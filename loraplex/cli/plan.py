@@ -12,7 +12,14 @@ import typer
 
 from loraplex.cli import plan_apply
 from loraplex.cli.flags import App
-from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
+from loraplex.cli.json_out import (
+    check_picture,
+    check_writable,
+    files_saved,
+    save_json,
+    save_picture,
+    save_text,
+)
 from loraplex.cli.plan_demand import asked_demand, check_finite
 from loraplex.cli.plan_profile import PlanProfile, profile_of_plan
 from loraplex.cli.plan_show import figures_of, show_adapters, show_alternatives, show_plan, warn
@@ -132,7 +139,7 @@ def make(
     check_finite(headroom=headroom)
     objective = _objective_of(slo_ttft, slo_itl)
     from loraplex.planner.make import PACKERS, make_plan
-    from loraplex.planner.plan_file import write_plan
+    from loraplex.planner.plan_file import plan_to_json
 
     if packer not in PACKERS:
         raise typer.BadParameter(unknown_name("packer", packer, PACKERS), param_hint="--packer")
@@ -179,7 +186,7 @@ def make(
         save_picture(path, draw_plan(plan, checked))
 
     with files_saved(
-        (out, lambda path: write_plan(path, plan)),
+        (out, lambda path: save_text(path, plan_to_json(plan))),
         (json_out, lambda path: save_json(path, figures_of(checked, found, others))),
         (plot, draw),
     ):

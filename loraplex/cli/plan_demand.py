@@ -50,7 +50,7 @@ def asked_demand(
             f"{shown_by} shows how long requests are; leave --mean-prompt-tokens and the like out"
         )
     if from_url is not None:
-        measured = measured_demand(from_url, api_key)
+        measured = measured_demand(from_url, api_key, profile)
         if profile is not None:
             warn_of_other_engine(profile, measured.engine, from_url)
         return measured.demand

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli.engine_of_plan import warn_of_other_engine
-from loraplex.cli.json_out import check_writable, files_saved, save_json
+from loraplex.cli.json_out import check_writable, files_saved, save_json, save_text
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.cli.placement_calls import check_num_gpus, placement_at
 from loraplex.cli.plan_apply import PlanPath
@@ -106,12 +106,12 @@ def _look_once(
 ) -> bool:
     """Look at the fleet, and print and write what was found; return whether another plan is proposed. `said`:
     how its engines were found not to be those of the profile, which is said once."""
-    from loraplex.planner.plan_file import write_plan
+    from loraplex.planner.plan_file import plan_to_json
     from loraplex.planner.watch import look_at, served_now
 
     present = placement_at(base_url, api_key)
     check_num_gpus(plan, present.replicas)
-    measured = measured_demand(base_url, api_key)
+    measured = measured_demand(base_url, api_key, profile)
     if not said and (words := warn_of_other_engine(profile, measured.engine, base_url)) is not None:
         said.add(words)
     demand = _served(measured.demand, present)
@@ -131,13 +131,14 @@ def _look_once(
         proposal = _proposal(plan, look, demand, present, profile)
         _show_proposal(plan, look, proposal)
     with files_saved(
-        (out if proposal else None, lambda path: write_plan(path, _plan_of(proposal))),
+        (out if proposal else None, lambda path: save_text(path, plan_to_json(_plan_of(proposal)))),
         (json_out, lambda path: save_json(path, _figures(look, proposal))),
-    ):
-        if proposal is not None:
+    ) as written:
+        is_handed_over = proposal is None or out is None or out in written
+        if is_due and is_handed_over:  # otherwise it is proposed again at the next look
+            hysteresis.acted(look.measured_tok_s)
+        if proposal is not None and is_handed_over:
             _show_advice(proposal, len(plan.gpus), out, base_url)
-    if is_due:  # not before it is written: whatever fails is done again at the next look
-        hysteresis.acted(look.measured_tok_s)
     return proposal is not None
 
 

@@ -15,6 +15,7 @@ from loraplex.planner.most_served import flood, flood_s
 from loraplex.planner.objectives import NO_LIMITS, Objective
 from loraplex.planner.plan import GpuPlan, Plan
 from loraplex.planner.plan_file import demand_of
+from loraplex.planner.ranks import check_ranks
 from loraplex.planner.trial import GpuFigures, check_lengths, judged_s, most_of_base_model
 from loraplex.planner.trial_pool import Trial, run_trials
 
@@ -119,6 +120,7 @@ def check_plan(
     simulate the most that each GPU serves; `report`: gets the share that is done."""
     demand = demand_of(plan)
     check_kind(plan, profile)
+    check_ranks(profile, demand.adapters)
     check_lengths(profile, demand)
     loaded = [number for number, gpu in enumerate(plan.gpus) if gpu.adapters]
     seconds = [

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.errors import UserError
-from loraplex.core.modules import MAX_RANK
 
 MAX_RATE_RPS: Final = 1e9
 """Requests per second of an adapter that are surely a mistake."""
@@ -25,15 +24,6 @@ class AdapterDemand:
     name: str
     rank: int
     rate_rps: float
-
-
-def check_rank(name: str, rank: int) -> None:
-    """Raise PlanError for an adapter of a rank that no GPU serves."""
-    if rank > MAX_RANK:
-        raise PlanError(
-            f"adapter {name!r} has rank {rank:,}, and engines serve ranks up to {MAX_RANK} on a GPU; leave "
-            "it out of the plan, and serve it apart, merged into its base model"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

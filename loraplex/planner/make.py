@@ -9,7 +9,7 @@ from loraplex.core.modules import GROUPS
 from loraplex.core.words import unknown_name
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
-from loraplex.planner.demand import AdapterDemand, Demand, PlanError, check_rank
+from loraplex.planner.demand import AdapterDemand, Demand, PlanError
 from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.headroom import DEFAULT as DEFAULT_HEADROOM
 from loraplex.planner.headroom import with_headroom, without_headroom
@@ -26,6 +26,7 @@ from loraplex.planner.packing.max_pack import MaxPack
 from loraplex.planner.packing.packer import NotEnoughGpusError, Packer
 from loraplex.planner.packing.random_packing import RandomPacking
 from loraplex.planner.plan import GpuPlan, Plan
+from loraplex.planner.ranks import check_ranks
 from loraplex.planner.steady_state import SteadyStateJudge
 from loraplex.planner.trial import TwinJudge, check_lengths, most_of_base_model
 
@@ -105,8 +106,7 @@ def make_plan(
             "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave --surrogate out, "
             "and the twin judges, or leave --slo-ttft and --slo-itl out"
         )
-    for each in demand.adapters:
-        check_rank(each.name, each.rank)
+    check_ranks(profile, demand.adapters)
     check_lengths(profile, demand)
     if headroom is None:
         leaves_room = judge is None and isinstance(

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import StorageError
-from loraplex.core.modules import MAX_RANK
-from loraplex.core.whole_file import write_whole
 from loraplex.planner.demand import MAX_RATE_RPS, AdapterDemand, Demand, PlanError
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan, whole_adapters
+from loraplex.planner.ranks import LARGEST_RANK
 
 VERSION: Final = 1
 _VERSION_KEY: Final = "loraplex_plan"
@@ -33,8 +32,8 @@ _MOST: Final = 1e9
 _MAKE_ONE: Final = "make one with `loraplex plan make`"
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """Replace the file atomically. Raises StorageError."""
+def plan_to_json(plan: Plan) -> str:
+    """Return the text of a plan's file."""
     document = {
         _VERSION_KEY: VERSION,
         "profile": plan.profile,
@@ -46,10 +45,7 @@ def write_plan(path: Path, plan: Plan) -> None:
         **({"num_spare_gpus": plan.num_spare_gpus} if plan.num_spare_gpus else {}),
         "gpus": [asdict(gpu) for gpu in plan.gpus],
     }
-    try:
-        write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise StorageError(f"{path}: the plan cannot be written ({error.strerror}); make room") from error
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def read_plan(path: Path) -> Plan:
@@ -131,7 +127,7 @@ def _adapter_of(fields: Mapping[str, Any]) -> AdapterDemand:
         rate_rps = _positive(rate_rps, "rate_rps", MAX_RATE_RPS)
     return AdapterDemand(
         name=_text(fields["name"], "name"),
-        rank=_whole(fields["rank"], "rank", MAX_RANK),
+        rank=_whole(fields["rank"], "rank", LARGEST_RANK),
         rate_rps=float(rate_rps),
     )
 

@@ -167,8 +167,8 @@ def look_at(
 
 def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan | None:
     """Return a plan for the measured demand with headroom. Where GPUs are too few for it, the present
-    placement is repaired, with the same GPUs if they will do, or packed anew if that needs fewer than
-    repairing. Where they are too many, it is packed anew; None if that needs no fewer."""
+    placement is repaired, with the same GPUs if they will do, or packed anew if the packer has a plan that
+    needs fewer than repairing. Where they are too many, it is packed anew; None if that needs no fewer."""
     wanted = replace(
         demand,
         adapters=tuple(replace(each, rate_rps=each.rate_rps * HEADROOM) for each in demand.adapters),
@@ -181,7 +181,12 @@ def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan
     repaired = None if look.verdict is Finding.TOO_LARGE else _repaired(plan, look.served, wanted, profile)
     if repaired is not None and len(repaired.gpus) <= num_gpus:
         return _with_unused(repaired, num_gpus)
-    least = make(packer=packer, num_gpus=None)
+    try:
+        least = make(packer=packer, num_gpus=None)
+    except PlanError:
+        if repaired is None:
+            raise
+        return repaired
     if look.verdict is Finding.TOO_LARGE:
         return least if len(least.gpus) < num_gpus else None
     if repaired is not None and len(repaired.gpus) <= len(least.gpus):

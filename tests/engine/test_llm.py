@@ -173,9 +173,9 @@ def test_a_conversation_is_answered_by_template(llm: LLM, core: EchoCore) -> Non
 
 
 @pytest.mark.parametrize("messages", ["hi", ["hi", "you"], [["hi"]], [5]])
-def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: object) -> None:
     with pytest.raises(InvalidRequestError, match="lists of messages"):
-        llm.chat(messages)
+        llm.chat(messages)  # type: ignore[arg-type]
 
 
 def test_generate_works_inside_a_running_event_loop(llm: LLM) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.planner.dataset import Dataset, Simulated
@@ -24,6 +26,19 @@ def slot_profile(name: str = PROFILE_NAME) -> SlotProfile:
     profile = find_profile(Path(name))
     assert isinstance(profile, SlotProfile)
     return profile
+
+
+def own_on_cpu() -> CostModel:
+    """Return the profile of our own engine, as if on a CPU."""
+    profile = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(profile, CostModel)
+    assert profile.memory is not None
+    return replace(
+        profile,
+        subject=replace(profile.subject, device="cpu"),
+        bus=None,
+        memory=replace(profile.memory, arena_bytes=None, kv_tokens=200_000),
+    )
 
 
 def simulated(seed: int = 0) -> Simulated:

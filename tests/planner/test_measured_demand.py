@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from canned_server import answering, demand_of
-from small import PROFILE_NAME
+from small import PROFILE_NAME, own_on_cpu
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
@@ -17,7 +17,7 @@ from loraplex.cli.plan_demand import asked_demand
 from loraplex.core.errors import UserError
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
-from loraplex.planner.demand import AdapterDemand
+from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.plan import whole_adapters
 from loraplex.planner.plan_file import read_plan
 
@@ -49,6 +49,24 @@ def test_a_plan_is_made_from_it(tmp_path: Path) -> None:
 
 
 OWN = "h200-llama-2-7b"
+
+
+def test_adapters_that_the_engines_do_not_take_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = demand_of({"a": 0.5, "huge": 0.1, "giant": 0.1})
+    for row in answer["data"][1:]:
+        row["rank"] = 1024
+    with answering({PATH: (200, answer)}) as url:
+        found = measured_demand(url, None, find_profile(Path(OWN))).demand
+        assert [each.name for each in found.adapters] == ["a"]
+        said = capsys.readouterr().err
+        assert "adapter 'huge' has rank 1,024, and engines serve ranks up to 512 on a GPU" in said
+        assert "it is left out of the plan, with 1 more of such ranks; serve such adapters apart" in said
+        found = measured_demand(url, None, own_on_cpu()).demand
+        assert [each.name for each in found.adapters] == ["a", "huge", "giant"]
+        assert capsys.readouterr().err == ""
+        del answer["data"][0]
+        with pytest.raises(PlanError, match="adapter 'huge' has rank 1,024"):
+            measured_demand(url, None, find_profile(Path(OWN)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from small import made_up, simulated, slot_profile
+from small import made_up, own_on_cpu, simulated, slot_profile
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
@@ -20,6 +20,7 @@ from loraplex.cli.plan_profile import profile_of_plan
 from loraplex.cli.plan_show import _much_quicker
 from loraplex.cli.plan_train import _save_rules
 from loraplex.core.errors import UserError
+from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.planner.dataset import make_dataset
 from loraplex.planner.demand import AdapterDemand
@@ -27,7 +28,7 @@ from loraplex.planner.features import FEATURE_NAMES
 from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import demand_of, read_plan, write_plan
+from loraplex.planner.plan_file import demand_of, plan_to_json, read_plan
 from loraplex.planner.surrogate_json import read_surrogate
 from loraplex.workload.jsonl import write_workload
 from loraplex.workload.request import WorkloadHeader, WorkloadRequest
@@ -169,7 +170,7 @@ def test_a_plan_holds_to_its_limits_and_is_checked_for_them(tmp_path: Path) -> N
     alone = make(*asked, "--slo-itl", "1ms")
     assert "misses the objective even alone on a GPU: mean ITL" in words_of(alone)
     tight = replace(read_plan(out), objective=Objective(ttft_s=0.001))
-    write_plan(out, tight)
+    out.write_text(plan_to_json(tight))
     checked = plan("check", out, "--seeds", "1", "--seconds", "60")
     assert checked.exit_code == 1
     assert "above 1 ms; plan with more --gpus" in words_of(checked)
@@ -246,6 +247,18 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, args: tuple[str, ...], w
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.usefixtures("short_runs")
+def test_larger_ranks_are_planned_for_cpus_only(tmp_path: Path) -> None:
+    profile, out = tmp_path / "cpu.json", tmp_path / "plan.json"
+    write_profile(profile, own_on_cpu())
+    adapters = table(tmp_path, 2, 0.1, ranks=(8, 1024))
+    made = make("--profile", profile, "--adapters", adapters, *LENGTHS, "--out", out)
+    assert made.exit_code == 0, words_of(made)
+    assert {each.rank for each in demand_of(read_plan(out)).adapters} == {8, 1024}
+    refused = plan("check", out, "--profile", OURS)
+    assert "adapter 'a1' has rank 1,024, and engines serve ranks up to 512 on a GPU" in words_of(refused)
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "damaged", "newer"])
 @pytest.mark.parametrize("command", ["show", "check"])
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, command: str, kind: str) -> None:
@@ -313,7 +326,7 @@ def test_a_plan_for_fewer_gpus_than_there_are_says_so_when_it_is_made_and_shown(
 
 def test_a_plan_is_not_checked_with_a_profile_of_another_kind_of_engine(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    write_plan(out, ONE_GPU)
+    out.write_text(plan_to_json(ONE_GPU))
     refused = plan("check", out, "--profile", OURS)
     assert refused.exit_code == 1
     assert f"judged with the profile {OURS}; the plan was made with {SLOTS}" in refused.stderr

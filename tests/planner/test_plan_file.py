@@ -13,7 +13,7 @@ from loraplex.core.errors import StorageError
 from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.objectives import Objective
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import demand_of, read_plan, write_plan
+from loraplex.planner.plan_file import demand_of, plan_to_json, read_plan
 
 PLAN = Plan(
     gpus=(
@@ -29,13 +29,13 @@ PLAN = Plan(
 
 
 def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan.json", PLAN)
+    (tmp_path / "plan.json").write_text(plan_to_json(PLAN))
     assert read_plan(tmp_path / "plan.json") == PLAN
     with_limit = replace(PLAN, objective=Objective(ttft_s=0.5))
-    write_plan(tmp_path / "plan.json", with_limit)
+    (tmp_path / "plan.json").write_text(plan_to_json(with_limit))
     assert read_plan(tmp_path / "plan.json") == with_limit
     with_hash = replace(PLAN, profile_sha256="0123")
-    write_plan(tmp_path / "plan.json", with_hash)
+    (tmp_path / "plan.json").write_text(plan_to_json(with_hash))
     assert read_plan(tmp_path / "plan.json") == with_hash
     assert demand_of(PLAN).offered_tok_s(demand_of(PLAN).adapters) == pytest.approx(0.5 * 300.5)
 
@@ -43,7 +43,7 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_copies_of_an_adapter_are_one_adapter_with_their_whole_rate(tmp_path: Path) -> None:
     copies = [AdapterDemand(name="a", rank=8, rate_rps=rate) for rate in (0.5, 0.25)]
     plan = replace(PLAN, gpus=tuple(GpuPlan(adapters=(each,), num_slots=None) for each in copies))
-    write_plan(tmp_path / "plan.json", plan)
+    (tmp_path / "plan.json").write_text(plan_to_json(plan))
     read = read_plan(tmp_path / "plan.json")
     assert read == plan
     assert demand_of(read).adapters == (AdapterDemand(name="a", rank=8, rate_rps=0.75),)

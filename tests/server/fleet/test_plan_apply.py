@@ -19,7 +19,7 @@ from loraplex.cli.measured_demand import measured_demand
 from loraplex.planner.demand import AdapterDemand
 from loraplex.planner.placement_steps import placement_of
 from loraplex.planner.plan import GpuPlan, Plan
-from loraplex.planner.plan_file import read_plan, write_plan
+from loraplex.planner.plan_file import plan_to_json, read_plan
 
 RANKS = {"one": 4, "two": 8, "three": 4, "cold": 4}
 OURS = "h200-llama-2-7b"
@@ -79,7 +79,7 @@ def plan_in(
         prompt_tokens=50.0,
         output_tokens=20.0,
     )
-    write_plan(folder / "plan.json", plan)
+    (folder / "plan.json").write_text(plan_to_json(plan))
     return str(folder / "plan.json")
 
 
