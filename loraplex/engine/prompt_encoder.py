@@ -100,7 +100,7 @@ class PromptEncoder:
         return await self._run_on_chars(encode, len(text))
 
     async def tool_traits(self) -> ToolTraits:
-        """Return the traits of the model's chat template with tools, which are found once."""
+        """Return the traits of the model's chat template with tools, which are remembered."""
         if self._tool_traits is None:
             self._tool_traits = await self._run(
                 self._tokenizer.find_tool_traits, in_thread=True, is_large=False
