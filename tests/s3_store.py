@@ -23,8 +23,10 @@ def s3_store() -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
 
 
 def use_store(url: str, patch: pytest.MonkeyPatch, folder: Path) -> None:

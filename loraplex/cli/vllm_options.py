@@ -136,6 +136,7 @@ _INSTEAD: Final = {
     "--uvicorn-log-level": "give --log-level",
     "--enable-log-requests": _ALWAYS,
     "--disable-log-requests": _LESS_LOG,
+    "--no-enable-log-requests": _LESS_LOG,
     "--max-log-len": "leave it out: prompts are not logged",
     "--disable-log-stats": _UNNEEDED,
     "--disable-uvicorn-access-log": _UNNEEDED,
@@ -162,7 +163,7 @@ def _instead(name: str) -> str | None:
     if not name.startswith("-"):
         return None
     name = name.replace("_", "-").partition(".")[0]
-    if not name.startswith("--no-"):
+    if name in _INSTEAD or not name.startswith("--no-"):
         return _INSTEAD.get(name)
     match _INSTEAD.get(name.replace("--no-", "--", 1)):
         case None:

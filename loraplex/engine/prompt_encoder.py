@@ -25,6 +25,7 @@ from loraplex.core.errors import ContextLengthError, InvalidRequestError
 from loraplex.engine.heap import release_free_memory
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.tokenizer import Message, Tokenizer
+from loraplex.engine.tool_traits import ToolTraits
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, *, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._tool_traits: ToolTraits | None = None
         self._threads = _threads(_NUM_THREADS, "text")
         self._large_text_thread = _threads(1, "large-text")
 
@@ -96,6 +98,14 @@ class PromptEncoder:
             return self._tokenizer.encode(text, add_special_tokens=False)
 
         return await self._run_on_chars(encode, len(text))
+
+    async def tool_traits(self) -> ToolTraits:
+        """Return the traits of the model's chat template with tools, which are remembered."""
+        if self._tool_traits is None:
+            self._tool_traits = await self._run(
+                self._tokenizer.find_tool_traits, in_thread=True, is_large=False
+            )
+        return self._tool_traits
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, whether or not it fits the context."""

@@ -84,9 +84,8 @@ class Tokenizer:
         """Return whether the chat template handles calls; one that does not would drop them."""
         return "tool" in self.template_text
 
-    @cached_property
-    def tool_traits(self) -> ToolTraits:
-        """The traits of the chat template with tools. Finding them takes some milliseconds the first time."""
+    def find_tool_traits(self) -> ToolTraits:
+        """Return the traits of the chat template with tools. Takes some milliseconds."""
         return traits_of([self._probed(probe.messages, probe.tools, {}) for probe in PROBES])
 
     def token_id(self, text: str) -> int | None:

@@ -49,12 +49,11 @@ def _template(deps: ServerDeps, body: ChatRequest) -> str:
 
 async def _tool_traits(deps: ServerDeps, body: ChatRequest, template: str) -> ToolTraits:
     """Return how the chat template renders tools, if the request has any and the template knows them."""
-    tokenizer = deps.text.tokenizer
     if not body.tools or body.tool_choice == "none" or not knows_tools(template):
         return ToolTraits()
     if body.chat_template is None or deps.templates is None:
-        return tokenizer.tool_traits
-    return await deps.templates.tool_traits(body.chat_template, tokenizer.template_variables)
+        return await deps.text.prompts.tool_traits()
+    return await deps.templates.tool_traits(body.chat_template, deps.text.tokenizer.template_variables)
 
 
 async def _encode(deps: ServerDeps, body: ChatRequest, template: str, tools: ToolUse | None) -> list[int]:

@@ -6,9 +6,11 @@ A template is a program of the client's: one that does not end, or takes all mem
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from loraplex.core.errors import InvalidRequestError, LoraplexError
@@ -20,7 +22,10 @@ from loraplex.server.template_child import HEAD
 
 _START_S: Final = 60.0
 _TIMEOUT_S: Final = 2.0
+"""Seconds that one conversation may take."""
 _MAX_WAITING: Final = 4
+MAX_TRAITS: Final = 64
+"""Templates whose traits with tools are remembered."""
 _PARAM: Final = "chat_template"
 
 
@@ -33,6 +38,7 @@ class RequestTemplates:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._process: Process | None = None
+        self._traits: dict[bytes, ToolTraits] = {}
 
     async def render(
         self,
@@ -45,42 +51,58 @@ class RequestTemplates:
     ) -> str:
         """Return the prompt. Raises InvalidRequestError if the template fails, or takes too much time or
         memory, and BusyError if too many wait."""
-        conversation = {"messages": messages, "tools": tools or None}
-        [answer] = await self._rendered(
-            template, [conversation], {**variables, "add_generation_prompt": add_generation_prompt}
-        )
+        variables = {**variables, "add_generation_prompt": add_generation_prompt}
+        with self._waiting():
+            answer = await self._rendered(template, messages, tools, variables)
         if "error" in answer:
             raise _refused(answer["error"])
         return answer["text"]
 
     async def tool_traits(self, template: str, variables: Mapping[str, Any]) -> ToolTraits:
-        """Return how the template renders tools. Raises as `render` does, but not if it fails."""
-        conversations = [{"messages": probe.messages, "tools": probe.tools} for probe in PROBES]
-        answers = await self._rendered(template, conversations, variables)
-        return traits_of([answer.get("text") for answer in answers])
+        """Return how the template renders tools, which is remembered for the last templates. Raises as
+        `render` does, but not if the template fails."""
+        key = hashlib.sha256(json.dumps([template, variables]).encode()).digest()
+        traits = self._traits.pop(key, None)
+        if traits is None:
+            with self._waiting():
+                answers = [
+                    await self._rendered(template, probe.messages, probe.tools, variables) for probe in PROBES
+                ]
+            traits = traits_of([answer.get("text") for answer in answers])
+        self._traits[key] = traits  # the last one in the order of use
+        if len(self._traits) > MAX_TRAITS:
+            del self._traits[next(iter(self._traits))]
+        return traits
 
-    async def _rendered(
-        self, template: str, conversations: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> list[dict[str, str]]:
-        """Return for each conversation its text, or an error."""
-        request = {
-            "template": template,
-            "conversations": conversations,
-            "variables": variables,
-            "max_chars": MAX_TEXT_CHARS,
-        }
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         if self._num_waiting >= _MAX_WAITING:
             raise BusyError("too many chat templates of requests wait to be rendered; send it again later")
         self._num_waiting += 1
         try:
-            return await self._render(json.dumps(request).encode())
+            yield
         finally:
             self._num_waiting -= 1
 
-    async def _render(self, request: bytes) -> list[dict[str, str]]:
+    async def _rendered(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> dict[str, str]:
+        """Return the conversation's text, or an error."""
+        request = {
+            "template": template,
+            "messages": messages,
+            "tools": tools or None,
+            "variables": variables,
+            "max_chars": MAX_TEXT_CHARS,
+        }
+        message = json.dumps(request).encode()
         async with self._turn:
             try:
-                return await self._ask(await self._started(), request)
+                return await self._ask(await self._started(), message)
             except TimeoutError:
                 await self.close()
                 raise _refused(f"it takes longer than {self._timeout_s:g} seconds") from None
@@ -114,7 +136,7 @@ class RequestTemplates:
                 raise LoraplexError("the process that renders chat templates does not start") from None
         return self._process
 
-    async def _ask(self, process: Process, request: bytes) -> list[dict[str, str]]:
+    async def _ask(self, process: Process, request: bytes) -> dict[str, str]:
         assert process.stdin is not None
         async with asyncio.timeout(self._timeout_s):
             process.stdin.write(HEAD.pack(len(request)) + request)
@@ -122,11 +144,11 @@ class RequestTemplates:
             return await _read(process)
 
 
-async def _read(process: Process) -> list[dict[str, str]]:
+async def _read(process: Process) -> dict[str, str]:
     assert process.stdout is not None
     (num_bytes,) = HEAD.unpack(await process.stdout.readexactly(HEAD.size))
-    answers: list[dict[str, str]] = json.loads(await process.stdout.readexactly(num_bytes))
-    return answers
+    answer: dict[str, str] = json.loads(await process.stdout.readexactly(num_bytes))
+    return answer
 
 
 def _refused(reason: str) -> InvalidRequestError:

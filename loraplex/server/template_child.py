@@ -31,20 +31,19 @@ def _main() -> None:
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     size_bytes = num_pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes + _MEMORY_BYTES,) * 2)
-    _send(answers, [])
+    _send(answers, {})
     while head := given.read(HEAD.size):
         request = json.loads(given.read(HEAD.unpack(head)[0]))
         signal.alarm(_MAX_SECONDS)
-        conversations = request["conversations"]
-        _send(answers, [_rendered(render_jinja_template, request, each) for each in conversations])
+        _send(answers, _rendered(render_jinja_template, request))
         signal.alarm(0)
 
 
-def _rendered(render: Any, request: dict[str, Any], conversation: dict[str, Any]) -> dict[str, str]:
+def _rendered(render: Any, request: dict[str, Any]) -> dict[str, str]:
     try:
         (text,), _ = render(
-            conversations=[conversation["messages"]],
-            tools=conversation["tools"],
+            conversations=[request["messages"]],
+            tools=request["tools"],
             chat_template=request["template"],
             **request["variables"],
         )
@@ -57,7 +56,7 @@ def _rendered(render: Any, request: dict[str, Any], conversation: dict[str, Any]
     return {"text": text}
 
 
-def _send(answers: BinaryIO, message: list[dict[str, str]]) -> None:
+def _send(answers: BinaryIO, message: dict[str, str]) -> None:
     body = json.dumps(message).encode()
     answers.write(HEAD.pack(len(body)) + body)
     answers.flush()

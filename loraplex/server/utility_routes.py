@@ -75,7 +75,7 @@ async def _tokenize(deps: ServerDeps, body: TokenizeRequest) -> list[int]:
             None,
             is_parallel=True,
             template=tokenizer.template_text,
-            traits=tokenizer.tool_traits if body.tools else ToolTraits(),
+            traits=await prompts.tool_traits() if body.tools else ToolTraits(),
             options=deps.chat,
         )
         tool_format = deps.chat.tool_format(tokenizer.template_text)

@@ -486,3 +486,10 @@ def test_a_disk_that_refuses(bucket: Bucket, adapter: Path, monkeypatch: pytest.
     monkeypatch.setattr(s3, "_download", refuse)
     with pytest.raises(AdapterFetchError, match=r"cannot be kept in .*\(Read-only file system\)"):
         fetch_s3(PIRATE)
+
+
+def test_a_store_ends_with_the_test_that_fails() -> None:
+    with pytest.raises(RuntimeError, match="the test"), s3_store() as url:
+        raise RuntimeError("the test")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))

@@ -65,5 +65,6 @@ def test_one_tenant_sends_all_that_is_too_much(fake: FakeServer) -> None:
     bound = asyncio.run(overload.bounded(fake.base_url, rate=100.0, load=load, max_ttft_s=60.0, keys=keys))
     asked = Counter(headers["Authorization"] for headers in fake.headers)
     others = [asked[f"Bearer {key}"] for key in keys[1:]]
-    assert asked[f"Bearer {keys[0]}"] > max(others) > min(others) > 0
+    assert asked[f"Bearer {keys[0]}"] > max(others)
+    assert min(others) > 0
     assert {each["others_in_time"] for each in [*bound["peak"], *bound["overload"]]} == {1.0}

@@ -21,6 +21,7 @@ from loraplex.engine.prompt_encoder import (
     refuse_many_messages,
 )
 from loraplex.engine.tokenizer import Message, Tokenizer
+from loraplex.engine.tool_traits import ToolTraits
 
 CONTEXT = 64
 GATED_CHARS = 100_000
@@ -39,6 +40,10 @@ class WatchedTokenizer(Tokenizer):
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         self.threads.add(threading.current_thread())
         return super().render_chat(messages, **options)
+
+    def find_tool_traits(self) -> ToolTraits:
+        self.threads.add(threading.current_thread())
+        return super().find_tool_traits()
 
     def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self.threads.add(threading.current_thread())
@@ -120,6 +125,17 @@ def test_a_text_does_not_wait_for_large_ones() -> None:
         assert all(await asyncio.gather(*encodings))
 
     run(go())
+
+
+def test_what_a_template_does_with_tools_is_found_once_in_a_thread() -> None:
+    tokenizer = WatchedTokenizer()
+    encoder = PromptEncoder(tokenizer, max_model_len=CONTEXT)
+    assert run(encoder.tool_traits()) == Tokenizer(hf_tokenizer()).find_tool_traits()
+    assert tokenizer.threads
+    assert threading.main_thread() not in tokenizer.threads
+    tokenizer.threads.clear()
+    run(encoder.tool_traits())
+    assert not tokenizer.threads
 
 
 def test_many_tokens_are_decoded_in_a_thread() -> None:

@@ -17,6 +17,18 @@ from loraplex.server.page import adapter_changes
 NUM_MORE: Final = 1000
 BASE: Final = "<b id=base>base</b>"
 API_KEY, ADMIN_KEY = "key-to-ask", "key-to-change"
+_DRAW_CHARTS: Final = """async (times) => {
+  const charts = await import(new URL("page/charts.js", document.baseURI));
+  const nothing = { prompt_tokens_per_s: 0, ttft_s: null, ttft_p95_s: null, itl_s: null, itl_p95_s: null };
+  const samples = times.map((at_s) => ({ at_s, tokens_per_s: 0, running: 0, waiting: 0, ...nothing }));
+  charts.forget();
+  charts.update({ samples, now_s: times.at(-1), num_adapters: 0, tiers: {} });
+  return [...document.querySelectorAll("#charts svg")].map((svg) => [
+    svg.getAttribute("aria-label"),
+    [...svg.querySelectorAll(".tick")].map((tick) => tick.textContent),
+  ]);
+}"""
+"""Draws the charts of samples at these times; returns the label and the marks of each."""
 VIEWS: Final = ("chat", "adapters", "server")
 
 
@@ -242,6 +254,28 @@ def test_every_view_fits_a_phone_in_both_colour_schemes(visit: Visits, large: st
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 390
     assert box["y"] + box["height"] <= prompt["y"], "the prompt can be read beside its settings"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words", "marks"),
+    [
+        (0, "minute", ["−1 min", "−45 s", "−30 s", "−15 s"]),
+        (60, "minute", ["−1 min", "−45 s", "−30 s", "−15 s"]),
+        (61, "two minutes", ["−2 min", "−90 s", "−1 min", "−30 s"]),
+        (121, "five minutes", ["−5 min", "−4 min", "−3 min", "−2 min", "−1 min"]),
+        (500, "five minutes", ["−5 min", "−4 min", "−3 min", "−2 min", "−1 min"]),
+    ],
+)
+def test_charts_are_of_the_shortest_time_that_has_all_samples(
+    visit: Visits, large: str, seconds: int, words: str, marks: list[str]
+) -> None:
+    page = visit(large, view="server")
+    expect(page.locator("#charts .tick", has_text="now")).to_have_count(4)
+    drawn = page.evaluate(_DRAW_CHARTS, [0, seconds])
+    assert len(drawn) == 4
+    for label, ticks in drawn:
+        assert f"over the last {words};" in label
+        assert [tick for tick in ticks if tick.startswith("−")] == marks
 
 
 def test_settings_close_and_the_focus_goes_on_when_a_prompt_is_sent(visit: Visits, small: Small) -> None:

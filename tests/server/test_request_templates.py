@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio.subprocess import Process
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,22 @@ from server_fixtures import USER, Api
 from serving_fakes import tiny_tokenizer
 from tool_templates import TEMPLATES
 
+from loraplex.engine.tool_traits import PROBES
 from loraplex.server.errors import BusyError
-from loraplex.server.request_templates import RequestTemplates
+from loraplex.server.request_templates import MAX_TRAITS, RequestTemplates
 
 WRITTEN_OUT = 'tools[0].function.name + " is " + tools[0].function.description'
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+class WatchedTemplates(RequestTemplates):
+    """Counts what was rendered with the whole time that a template has."""
+
+    num_timed = 0
+
+    async def _ask(self, process: Process, request: bytes) -> dict[str, str]:
+        self.num_timed += 1
+        return await super()._ask(process, request)
 
 
 @pytest.fixture
@@ -92,6 +104,26 @@ def test_a_template_with_traps_for_tools_is_found_out(trusting: Api) -> None:
     wanted = trusting.served.engine.requests[-1].params.structured_output
     assert wanted is not None
     assert '"; " one' not in wanted.text
+
+
+def test_the_traits_of_a_template_are_found_once_with_the_whole_time_for_each_conversation() -> None:
+    async def scenario() -> None:
+        templates = WatchedTemplates()
+        variables = {"eos_token": "<|im_end|>"}
+        for template, shows_many_calls in (("llama3 single", False), ("hermes", True)) * 2:
+            traits = await templates.tool_traits(TEMPLATES[template], variables)
+            assert traits.shows_many_calls is shows_many_calls
+        assert templates.num_timed == 2 * len(PROBES)
+        for number in range(MAX_TRAITS):
+            await templates.tool_traits(str(number), variables)
+        templates.num_timed = 0
+        await templates.tool_traits("0", variables)
+        assert templates.num_timed == 0
+        await templates.tool_traits(TEMPLATES["hermes"], variables)
+        assert templates.num_timed == len(PROBES), "only the last ones are remembered"
+        await templates.close()
+
+    asyncio.run(scenario())
 
 
 def test_few_wait_for_a_template_and_others_are_told_to_come_again() -> None:

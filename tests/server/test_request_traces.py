@@ -169,3 +169,9 @@ def test_the_option_says_what_to_write() -> None:
 
 def test_an_endpoint_may_have_a_path() -> None:
     assert parse_endpoint("https://x.example.com/otlp") == "https://x.example.com/otlp"
+
+
+def test_a_collector_ends_with_the_test_that_fails() -> None:
+    with pytest.raises(RuntimeError, match="the test"), collecting() as found:
+        raise RuntimeError("the test")
+    assert found.server.socket.fileno() == -1

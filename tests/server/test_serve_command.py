@@ -47,6 +47,8 @@ from loraplex.server.start_notes import context_notes
             "--tensor-parallel-size: it is an option of vLLM; give --tensor-parallel",
         ),
         (("--no-enable-prefix-caching",), "leave it out: what it switches off is always on"),
+        (("--no-enable-log-requests",), "give --log-level warning"),
+        (("--disable-log-requests",), "give --log-level warning"),
         (("--no-enforce-eager",), "leave it out: there is nothing to choose here"),
         (("--kv_cache_dtype", "fp8"), "--kv_cache_dtype: it is an option of vLLM; leave it out: keys and"),
         (("--speculative-config.method", "ngram"), "there is no speculative decoding"),

@@ -69,9 +69,11 @@ def collecting() -> Iterator[Collector]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     received: queue.Queue[ExportTraceServiceRequest] = queue.Queue()
     server.received = received  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    yield Collector(f"http://127.0.0.1:{server.server_address[1]}", server, received)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield Collector(f"http://127.0.0.1:{server.server_address[1]}", server, received)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
