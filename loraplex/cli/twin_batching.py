@@ -63,13 +63,13 @@ def _figure(key: str, heading: str, show: str) -> Column:
 # The most important columns first: a narrow terminal drops the last ones.
 _COLUMNS: Final = (
     text_column("policy"),
-    _figure("output_tok_s", "output tok/s", "{:,.0f}"),
+    _figure("output_tok_s", "tok/s", "{:,.0f}"),
     _figure("ttft_mean_ms", "TTFT ms", "{:,.1f}"),
-    _figure("ttft_p95_ms", "TTFT p95 ms", "{:,.1f}"),
-    _figure("beyond_bound_ms", "beyond bound ms", "{:+,.0f}"),
+    _figure("ttft_p95_ms", "p95 ms", "{:,.1f}"),
+    _figure("beyond_bound_ms", "beyond ms", "{:+,.0f}"),
     _figure("tpt_mean_ms", "TPT ms", "{:,.2f}"),
     _figure("e2e_mean_ms", "E2E ms", "{:,.1f}"),
-    _figure("merged_share", "merged steps", "{:.0%}"),
+    _figure("merged_share", "merged", "{:.0%}"),
 )
 
 
@@ -155,9 +155,10 @@ def batching(
         rows = [_row(name, summary, beyond_s.get(name)) for name, summary in summaries.items()]
         print_table(rows, _COLUMNS)
         typer.echo(
-            "Means, but for p95. TTFT: to the first token. E2E: whole time. TPT: that over output tokens.\n"
-            "Beyond bound: the worst first token, against what --max-delay-by-grouping allows over fcfs, if "
-            "that is among the policies; below 0 it is within."
+            "tok/s: output tokens. Means of the times to the first token (TTFT, with p95), of the whole time\n"
+            "(E2E) and of that over output tokens (TPT). Merged: share of the steps. Beyond: the worst first\n"
+            "token, against what --max-delay-by-grouping allows over fcfs, if that is among the policies; below\n"
+            "0 it is within."
         )
         if overloaded:
             typer.echo(
