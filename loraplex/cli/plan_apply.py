@@ -97,9 +97,11 @@ def apply(
         if dry_run:
             raise typer.BadParameter("--vllm-commands changes nothing; leave it out", param_hint="--dry-run")
         found = profile_of_plan(read, profile)
+        commands = _commands(read, found, model, adapters_dir, gpus_per_machine)
         if not force:
             check_serves(read, found)
-        _print_commands(read, found, model, adapters_dir, gpus_per_machine)
+        typer.echo("\n\n".join(commands))
+        _explain(read, found, model)
         return
     if model is not None or adapters_dir is not None or gpus_per_machine is not None:
         raise typer.BadParameter(
@@ -293,22 +295,27 @@ def _some(named: list[str]) -> str:
     return ", ".join(named[:_MAX_NAMED]) + (f" and {left:,} more" if left > 0 else "")
 
 
-def _print_commands(
+def _commands(
     plan: Plan, profile: Profile, model: str | None, adapters_dir: str | None, gpus_per_machine: int | None
-) -> None:
+) -> list[str]:
     from loraplex.perf.named_profiles import model_of
     from loraplex.planner.vllm_commands import vllm_commands
 
-    named = model or model_of(profile)
-    commands = vllm_commands(
+    return vllm_commands(
         plan,
         profile,
-        model=named,
+        model=model or model_of(profile),
         adapters_dir=adapters_dir or _ADAPTERS_DIR,
         gpus_per_machine=gpus_per_machine,
     )
-    typer.echo("\n\n".join(commands))
+
+
+def _explain(plan: Plan, profile: Profile, model: str | None) -> None:
+    """Say what the commands leave open."""
+    from loraplex.perf.named_profiles import model_of
+
     if model is None:
+        named = model_of(profile)
         typer.echo(f"the profile calls the model {named!r}; give your checkpoint with --model", err=True)
     for number, gpu in enumerate(plan.gpus):
         if not gpu.adapters:

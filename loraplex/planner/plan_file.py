@@ -141,6 +141,8 @@ def _list(value: object, what: str) -> list[Any]:
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} is not text")
+    if not value.isprintable():
+        raise ValueError(f"{what} has characters that cannot be shown")
     return value
 
 

@@ -31,10 +31,11 @@ def rules_as_text(surrogate: Surrogate) -> str:
 def rules_as_python(surrogate: Surrogate) -> str:
     """Return a module with a function for each tree. `numba.njit` compiles them, though they need it not."""
     known = surrogate.trained_on
+    profile = known.profile.replace('"', "'")  # it must not end the docstring
     lengths = f"{known.prompt_tokens:g} prompt and {known.output_tokens:g} answer tokens on average"
     return "\n".join(
         [
-            f'"""Rules of a GPU with the profile {known.profile!r}, made by `loraplex plan train`.',
+            f'"""Rules of a GPU with the profile {profile!r}, made by `loraplex plan train`.',
             "",
             f"Requests have {lengths}. Arguments:",
             "",

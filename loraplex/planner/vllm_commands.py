@@ -79,8 +79,18 @@ def _command(
         f"--enable-lora --max-loras {gpu.num_slots} --max-lora-rank {rank} --max-cpu-loras {num_held}",
         "--lora-modules",
     ]
-    modules = [_module(each.name, str(PurePosixPath(adapters_dir) / each.name)) for each in gpu.adapters]
+    modules = [_module(each.name, _folder(adapters_dir, each.name)) for each in gpu.adapters]
     return _PER_LINE.join([*words, *map(shlex.quote, modules)])
+
+
+def _folder(adapters_dir: str, name: str) -> str:
+    """Return the folder of an adapter. Raises PlanError for one that lies elsewhere."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise PlanError(
+            f"the folder of adapter {name!r} is not in {adapters_dir}; rename it, and make the plan again"
+        )
+    return str(PurePosixPath(adapters_dir) / path)
 
 
 def _module(name: str, path: str) -> str:

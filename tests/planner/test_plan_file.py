@@ -74,6 +74,8 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(gpus=[{"num_slots": 1, "adapters": [{"name": "a", "rank": 8}]}]), "'rate_rps' is missing"),
         (changed(prompt_tokens="many"), "prompt_tokens is not a number above 0"),
         (changed(profile=None), "profile is not text"),
+        (changed(profile="\ud800"), "profile has characters that cannot be shown"),
+        (changed(packer="a\u0000b"), "packer has characters that cannot be shown"),
         (changed(profile_sha256=7), "profile_sha256 is not text"),
         (
             changed(gpus=[{"num_slots": 1, "adapters": changed()["gpus"][0]["adapters"] * 2}]),
