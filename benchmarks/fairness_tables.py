@@ -14,6 +14,10 @@ _NEIGHBOURS: Final = {
     "fair shares, borrowing 10%": "ten times, `--max-borrowing 10%`",
     "fair shares, borrowing 0%": "ten times, `--max-borrowing 0%`",
 }
+_NEIGHBOUR_HEADS: Final = (
+    *("TTFT p95", "over its share kept", "over without it", "fairness"),
+    *("goodput", "of it, its own", "of all admitted, in time"),
+)
 _SCHEDULERS: Final = {
     "FCFS": "recorded FCFS",
     "VTC": "recorded VTC",
@@ -26,8 +30,21 @@ _LIMITS: Final = {"requests_per_minute": "requests", "tokens_per_minute": "token
 
 def neighbours_table(result: Result) -> str:
     """Show what one tenant that asks for ten times its share does to the others."""
-    found = result["results"]["neighbours"]
+    return table(("one tenant", *_NEIGHBOUR_HEADS), _neighbour_rows(result["results"]["neighbours"]))
+
+
+def fleets_table(result: Result) -> str:
+    """Show the same for fleets."""
     lines = [
+        (num_replicas, *row)
+        for num_replicas, found in result["results"]["fleets"].items()
+        for row in _neighbour_rows(found)
+    ]
+    return table(("replicas", "one tenant", *_NEIGHBOUR_HEADS), lines)
+
+
+def _neighbour_rows(found: Result) -> list[tuple[str, ...]]:
+    return [
         (
             label,
             f"{1e3 * row['others_ttft_p95_s']:,.0f} ms",
@@ -36,12 +53,11 @@ def neighbours_table(result: Result) -> str:
             f"{row['jain']:.2f}",
             f"{row['goodput_per_s']:.1f}/s",
             f"{row['noisy_goodput_per_s']:.1f}/s",
+            f"{row['admitted_in_time']:.0%}",
         )
         for name, label in _NEIGHBOURS.items()
         for row in (found[name],)
     ]
-    heads = ("TTFT p95", "over its share kept", "over without it", "fairness", "goodput", "of it, its own")
-    return table(("one tenant", *heads), lines)
 
 
 def overload_note(result: Result) -> str:
@@ -49,8 +65,9 @@ def overload_note(result: Result) -> str:
     found = result["results"]["overload"]
     return (
         f"At twice the peak's rate ({2 * found['rate']:.0f}/s), with objectives, goodput is "
-        f"{found['ratio']:.0%} of the peak ({found['twice_per_s']:.1f}/s and {found['peak_per_s']:.1f}/s); "
-        f"without them it is {found['twice_unbounded_per_s']:.1f}/s.\n"
+        f"{found['ratio']:.0%} of the peak ({found['twice_per_s']:.1f}/s and {found['peak_per_s']:.1f}/s), "
+        f"and {found['twice_admitted_in_time']:.0%} of the requests that are admitted are in time; without "
+        f"objectives goodput is {found['twice_unbounded_per_s']:.1f}/s.\n"
     )
 
 

@@ -249,6 +249,7 @@ TABLES: Final[dict[str, Table]] = {
     "policies-victims": Table((POLICIES,), policy_tables.victims_table),
     "policies-note": Table((POLICIES,), policy_tables.note),
     "fairness-neighbours": Table((FAIRNESS,), fairness_tables.neighbours_table),
+    "fairness-fleets": Table((FAIRNESS,), fairness_tables.fleets_table),
     "fairness-overload": Table((FAIRNESS,), fairness_tables.overload_note),
     "fairness-paces": Table((FAIRNESS,), fairness_tables.paces_table),
     "fairness-recorded": Table((FAIRNESS,), fairness_tables.recorded_table),
