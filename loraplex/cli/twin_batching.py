@@ -155,10 +155,10 @@ def batching(
         rows = [_row(name, summary, beyond_s.get(name)) for name, summary in summaries.items()]
         print_table(rows, _COLUMNS)
         typer.echo(
-            "tok/s: output tokens. Means of the times to the first token (TTFT, with p95), of the whole time\n"
-            "(E2E) and of that over output tokens (TPT). Merged: share of the steps. Beyond: the worst first\n"
-            "token, against what --max-delay-by-grouping allows over fcfs, if that is among the policies; below\n"
-            "0 it is within."
+            "tok/s: output tokens. Means of the times to the first token (TTFT, with p95), of the whole\n"
+            "time (E2E) and of that over output tokens (TPT). Merged: share of the steps. Beyond: the\n"
+            "worst first token, against what --max-delay-by-grouping allows over fcfs, if that is among\n"
+            "the policies; below 0 it is within."
         )
         if overloaded:
             typer.echo(
