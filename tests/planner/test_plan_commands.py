@@ -374,6 +374,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_rules_of_a_trained_surrogate_are_written_as_text_or_as_python(trained: Path) -> None:
     surrogate = read_surrogate(trained / "surrogate.json")
     assert surrogate.starvation is not None
@@ -389,6 +390,7 @@ def test_the_rules_of_a_trained_surrogate_are_written_as_text_or_as_python(train
         assert found == forest.values(rows).tolist()
 
 
+@pytest.mark.slow
 def test_a_surrogate_is_asked_instead_of_the_twin(trained: Path, tmp_path: Path) -> None:
     out, adapters = tmp_path / "plan.json", table(tmp_path, 40, 0.05)
     asked = ("--adapters", adapters, "--out", out, "--surrogate", trained / "surrogate.json")

@@ -116,6 +116,7 @@ def test_the_official_client_gets_calls_of_its_tools(url: str) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.slow
 def test_a_structured_stream_goes_on_when_its_replica_is_killed(url: str) -> None:
     """The last test of this module: it does not wait for the replica to be back."""
     if httpx.get(f"{url}/v1/fleet").status_code == 404:

@@ -20,6 +20,7 @@ def test_requests_at_one_moment_have_no_rate(profile: Path, workload: Path) -> N
     assert "all requests come at one moment, so that there is no rate to change" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_capacity_does_not_depend_on_when_times_begin(profile: Path, workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     args = (
@@ -77,6 +78,7 @@ def test_capacity_is_told_by_enough_requests_or_not_at_all(
     assert "it takes 100,000" in capacity_in_words(found)
 
 
+@pytest.mark.slow
 def test_capacity_by_the_time_to_the_first_token(profile: Path, workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     args = (

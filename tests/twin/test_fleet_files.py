@@ -20,7 +20,7 @@ from loraplex.twin.fleet_figures import PolicyFigures
 from loraplex.twin.slo import Slo
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare", "capacity"])
+@pytest.mark.parametrize("command", ["simulate", "compare", pytest.param("capacity", marks=pytest.mark.slow)])
 def test_figures_are_written_with_what_they_were_computed_from(
     command: str, profile: Path, workload: Path, tmp_path: Path
 ) -> None:
