@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.markdown import Result, TableError, table, when_and_what
 
-_QUEUED = ("fcfs", "grouped")
+_QUEUED = ("fcfs", "auto")
 _MODULES = {"q,k,v": "q, k and v", "all": "all linears"}
 
 

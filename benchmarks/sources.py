@@ -139,6 +139,9 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
     "structured_libraries.json": {"*": _STRUCTURED},
     "structured_steps.json": {"*": (*_ENGINE, "benchmarks/structured_output.py")},
+    "structured_gpu.json": {
+        "*": (*_ENGINE, "benchmarks/structured_output.py", "benchmarks/structured_gpu.py")
+    },
     "holdups.json": {
         "*": (
             "loraplex/server",

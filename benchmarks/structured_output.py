@@ -325,13 +325,13 @@ def steps() -> dict[str, Any]:
                 engine.close()
     return {
         "batch": BATCH,
-        "schemas": len(_STEP_SCHEMAS),
+        "schemas": len(STEP_SCHEMAS),
         "step_ms": {name: [round(each.wall_s * 1e3, 2) for each in laps] for name, laps in took.items()},
         "step_cpu_ms": {name: [round(each.cpu_s * 1e3, 2) for each in laps] for name, laps in took.items()},
     }
 
 
-_STEP_SCHEMAS: Final = tuple(
+STEP_SCHEMAS: Final = tuple(
     json.dumps({"type": "array", "items": record(n), "minItems": 200}) for n in (2, 3, 5, 15)
 )
 """Answers that do not end while they are timed."""
@@ -340,7 +340,7 @@ _STEP_SCHEMAS: Final = tuple(
 def _fill(engine: Engine, *, is_structured: bool) -> None:
     """Add the requests, and run their prompts."""
     for number in range(BATCH):
-        wanted = StructuredOutput(OutputKind.JSON, _STEP_SCHEMAS[number % len(_STEP_SCHEMAS)])
+        wanted = StructuredOutput(OutputKind.JSON, STEP_SCHEMAS[number % len(STEP_SCHEMAS)])
         engine.add_request(
             EngineRequest(
                 request_id=f"{number}",

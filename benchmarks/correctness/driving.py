@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from benchmarks.correctness.check import Setting
 from loraplex.core.request import EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
@@ -18,7 +20,7 @@ from loraplex.engine.options import EngineOptions
 
 TIME_LIMIT_S: Final = 240.0
 MEMORY_FRACTION: Final = 0.25
-"""The share of the device's memory for an engine beside a model of transformers."""
+"""The share of the device's memory for an engine beside a model of transformers and other sections."""
 
 
 @dataclass(slots=True)
@@ -35,10 +37,16 @@ class Answer:
 def build(folder: Path, dtype: str, setting: Setting, **options: Any) -> Engine:
     """An engine over a checkpoint."""
     if setting.device == "cuda":
-        options["memory_fraction"] = MEMORY_FRACTION
+        options["memory_fraction"] = MEMORY_FRACTION + _used_share()
     else:
         options |= {"kv_memory_bytes": 1 << 24, "host_adapter_memory_bytes": 1 << 26}
     return build_core(EngineOptions(model=str(folder), device=setting.device, dtype=dtype, **options))
+
+
+def _used_share() -> float:
+    """Return the share of the device's memory that is used already, by other sections too."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return 1.0 - free_bytes / total_bytes
 
 
 def greedy_request(
