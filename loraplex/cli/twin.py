@@ -104,16 +104,12 @@ def run(
     outcome, tenants = _replay(profile, workload, model, options)
     summary = outcome.summary() | tenants
 
-    def write_figures(path: Path) -> None:
-        timeline = asdict(outcome.timeline())
-        save_json(path, {"summary": summary, "timeline": timeline, "requests": _rows(outcome)})
-
     def draw(path: Path) -> None:
         from loraplex.cli.twin_plot import draw_outcome
 
         save_picture(path, draw_outcome(outcome, workload=workload.name, profile=profile.name))
 
-    with files_saved((json_out, write_figures), (plot, draw)):
+    with files_saved((json_out, lambda path: save_json(path, _figures(outcome, summary))), (plot, draw)):
         _show(summary, is_overloaded=outcome.is_overloaded())
 
 
@@ -153,10 +149,7 @@ def compare(
     inputs = (profile, workload, live)
     check_writable(json_out, inputs=inputs)
     check_picture(plot, inputs=(*inputs, *([] if json_out is None else [json_out])))
-    try:
-        measured = json.loads(live.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{live}: cannot be read ({error})") from error
+    measured = _measured(live)
     options = TwinOptions(
         adapters=adapters,
         ranks=ranks,
@@ -248,6 +241,15 @@ def validate(
         typer.echo(f"wrote {json_out}")
 
 
+def _measured(live: Path) -> dict[str, Any]:
+    """Return what a benchmark wrote."""
+    try:
+        found: dict[str, Any] = json.loads(live.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{live}: cannot be read ({error})") from error
+    return found
+
+
 @contextmanager
 def _of_file(path: Path) -> Iterator[None]:
     """Name the file in the errors that the block raises."""
@@ -301,6 +303,11 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     show_tenants(summary)
     if is_overloaded:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
+
+
+def _figures(outcome: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the file of a run: its summary, its course and its requests."""
+    return {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
 
 
 def _rows(outcome: Outcome) -> list[dict[str, Any]]:
