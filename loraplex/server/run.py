@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import ceil
@@ -28,26 +28,21 @@ from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
 from loraplex.core.shape import ModelShape
-from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
-from loraplex.server.adapter_choice import GivenAdapter
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.batches.store import BatchStore
-from loraplex.server.body import BodyLimits, BodyReader
-from loraplex.server.chat_options import ChatOptions
+from loraplex.server.body import BodyReader
 from loraplex.server.connections import (
     ConnectionBook,
-    ConnectionLimits,
     connections_within,
     raise_descriptor_limit,
 )
 from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_client import DEFAULT_FACTORY
 from loraplex.server.engine_status import Fleet, serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
@@ -55,6 +50,7 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.left_out import keep_retrying
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.options import ServeOptions
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.remote_adapters import RemoteAdapters
@@ -62,16 +58,14 @@ from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
+from loraplex.server.state_dir import default_state_dir
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
 from loraplex.server.tenants.tenants_watch import TenantsWatch
 from loraplex.server.trace_setup import traces_of
-from loraplex.server.waiting import WaitingBook, WaitingLimits
-from loraplex.server.web_guard import WebAccess
+from loraplex.server.waiting import WaitingBook
 
 if TYPE_CHECKING:
-    from loraplex.server.fleet.backend_replicas import Backends
     from loraplex.server.fleet.kept_placement import PlacementFile
-    from loraplex.server.fleet.ray_cluster import RayPlace
 
 logger = logging.getLogger(__name__)
 
@@ -81,50 +75,6 @@ _LAST_WORDS_S: Final = 5.0
 """Seconds that streams may take to send their error after the engine was closed."""
 _CUT_S: Final = 2
 """Seconds that requests may take to notice that their connection was cut; uvicorn logs those that do not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Everything that a user may choose.
-
-    `adapter_dirs` are served and open for loading; `allow_adapter_dirs` are only open for loading. `adapters`
-    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories and S3 URLs.
-    `shutdown_grace_s`: seconds that requests in flight may continue after the signal. `num_replicas`: number
-    of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
-    that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
-    placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
-    function that builds the core in the engine process. `tenants`: the tenants file. `otlp_endpoint`: the
-    collector of traces, if OpenTelemetry's variables do not name it. `shadow_twin_s`: seconds between
-    replays of the last minutes on a twin; None for never.
-    """
-
-    engine: EngineOptions
-    served_model_name: str | None = None
-    adapters: tuple[GivenAdapter, ...] = ()
-    adapter_dirs: tuple[Path, ...] = ()
-    allow_adapter_dirs: tuple[Path, ...] = ()
-    allow_adapter_repos: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    state_dir: Path | None = None
-    api_keys: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
-    tenants: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    limits: BodyLimits = field(default_factory=BodyLimits)
-    waiting: WaitingLimits = field(default_factory=WaitingLimits)
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    chat: ChatOptions = field(default_factory=ChatOptions)
-    shutdown_grace_s: float = 5.0
-    num_replicas: int = 1
-    policy: str = "auto"
-    period_s: float = 60.0
-    backends: Backends | None = None
-    ray: RayPlace | None = None
-    engine_factory: str = DEFAULT_FACTORY
-    shadow_twin_s: float | None = None
-    otlp_endpoint: str | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -177,7 +127,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
     # listens, so that supervisors and load balancers can tell a server that is starting from one that is
     # gone.
     with bind(options.host, options.port) as listener:
-        front = FrontApp(web=_web_access(options), clock=MonotonicClock())
+        front = FrontApp(web=options.web_access(), clock=MonotonicClock())
         server = ListeningServer(_uvicorn_config(front, options))
         listening = asyncio.create_task(listen(server, listener, host=options.host, port=options.port))
         async with AsyncExitStack() as stack:
@@ -369,7 +319,7 @@ async def _start(
         batching=None if client.info.policy is None else client.info.policy.batching,
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
-        web=_web_access(options),
+        web=options.web_access(),
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         chat=options.chat,
@@ -510,14 +460,6 @@ async def _shadow_twin(
     return await stack.enter_async_context(ShadowTwin(client, interval_s=interval_s))
 
 
-def _web_access(options: ServeOptions) -> WebAccess:
-    return WebAccess(
-        bound_host=options.host,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
-    )
-
-
 def _connection_book(options: ServeOptions) -> ConnectionBook:
     """Create the book of connections, limited by the open files that the system allows."""
     limits = options.connections
@@ -531,18 +473,6 @@ def _connection_book(options: ServeOptions) -> ConnectionBook:
     if most < limits.max_connections:
         logger.warning("the limit of open files allows %d connections; raise it with `ulimit -n`", most)
     return ConnectionBook(replace(limits, max_connections=most), MonotonicClock())
-
-
-def default_state_dir() -> Path:
-    """Return `$LORAPLEX_STATE`, or `loraplex` in the user's folder for program state."""
-    if configured := os.environ.get("LORAPLEX_STATE"):
-        return Path(configured).expanduser()
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
-
-
-def demo_state_dir() -> Path:
-    """Return the demo's state folder: its own, so that a demo changes nothing that other servers serve."""
-    return default_state_dir() / "demo"
 
 
 def _model_identity(model: str) -> str:
