@@ -37,13 +37,14 @@ from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.batches.store import BatchStore
 from loraplex.server.body import BodyReader
+from loraplex.server.chosen_engine import chosen_engine
 from loraplex.server.connections import (
     ConnectionBook,
     connections_within,
     raise_descriptor_limit,
 )
 from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_status import Fleet, serving_in_words
+from loraplex.server.engine_status import serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
@@ -56,7 +57,6 @@ from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.remote_adapters import RemoteAdapters
 from loraplex.server.request_templates import RequestTemplates
 from loraplex.server.shadow_twin import ShadowTwin
-from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.state_dir import default_state_dir
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
@@ -273,7 +273,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
+    client, fleet = await chosen_engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
     if watch is not None:
         watch.subscribe(client.set_tenants)
@@ -381,68 +381,6 @@ def _adapter_service(
         alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
         stages_new=is_fleet,
     )
-
-
-async def _engine(
-    options: ServeOptions,
-    shape: ModelShape,
-    base_model: str,
-    state_dir: Path,
-    registry: AdapterRegistry,
-    stack: AsyncExitStack,
-) -> tuple[ServingEngine, Fleet | None]:
-    """Return the engine, not started yet: one engine process, a fleet of them, or servers elsewhere."""
-    if options.backends is None and options.ray is None and options.num_replicas == 1:
-        return SoleEngine(options.engine, factory=options.engine_factory), None
-    # Not needed by a single server.
-    from loraplex.fleet.policy import Policy
-    from loraplex.server.fleet.decision_log import DecisionLog
-
-    log, policy = DecisionLog(state_dir), Policy.of_name(options.policy)
-    if options.backends is not None:
-        from loraplex.server.fleet.backend_replicas import backend_fleet
-
-        names = (options.engine.model.rstrip("/"), base_model)
-        behind = backend_fleet(
-            options.backends,
-            base_names=names,
-            shape=shape,
-            policy=policy,
-            period_s=options.period_s,
-            log=log,
-            is_registered=registry.has_version,
-        )
-        return behind, behind
-    if options.ray is not None:
-        from loraplex.server.fleet.ray_cluster import RayCluster
-        from loraplex.server.fleet.ray_replicas import ray_fleet
-
-        cluster = await RayCluster.connect(options.ray)
-        stack.push_async_callback(cluster.close)
-        placed = ray_fleet(
-            options.engine,
-            shape,
-            cluster=cluster,
-            about=await cluster.about(),
-            num_replicas=options.num_replicas,
-            policy=policy,
-            period_s=options.period_s,
-            factory=options.engine_factory,
-            log=log,
-        )
-        return placed, placed
-    from loraplex.server.fleet.local_replicas import local_fleet
-
-    fleet = local_fleet(
-        options.engine,
-        shape,
-        num_replicas=options.num_replicas,
-        policy=policy,
-        period_s=options.period_s,
-        factory=options.engine_factory,
-        log=log,
-    )
-    return fleet, fleet
 
 
 def _placement_file(state_dir: Path, key: str) -> PlacementFile:
