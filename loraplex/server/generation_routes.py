@@ -25,13 +25,13 @@ from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import counts_for_tenant
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
+from loraplex.server.generation_responses import ChatCompletion, Completion
+from loraplex.server.generation_responses import Response as ResponseObject
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import BATCH_KIND, request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.response_api.format import ResponsesFormat
 from loraplex.server.response_api.request import ResponsesRequest, chat_request, renamed
-from loraplex.server.responses import ChatCompletion, Completion
-from loraplex.server.responses import Response as ResponseObject
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
