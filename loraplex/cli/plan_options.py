@@ -24,18 +24,20 @@ AdapterTable = Annotated[
 ]
 FromUrl = Annotated[
     str | None,
-    typer.Option("--from", metavar="URL", help="A server or fleet that runs: what it was asked for lately."),
+    typer.Option(
+        "--from", metavar="URL", help="Plan for what this running server or fleet was asked for lately."
+    ),
 ]
 MeanPromptTokens = Annotated[
     float | None,
     typer.Option(
         min=1,
         max=_MOST_TOKENS,
-        help="Of a prompt, with --adapters; the --prompt-tokens of `workload make` are a median.",
+        help="Mean tokens of a prompt, with --adapters; --prompt-tokens of `workload make` is a median.",
     ),
 ]
 MeanOutputTokens = Annotated[
-    float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Of an answer, with --adapters.")
+    float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of an answer, with --adapters.")
 ]
 Gpus = Annotated[
     int | None,
@@ -43,7 +45,7 @@ Gpus = Annotated[
 ]
 SurrogateFile = Annotated[
     Path | None,
-    typer.Option(help="Ask a file of `plan train`, and not the twin: in milliseconds, and less exactly."),
+    typer.Option(help="Ask a file of `plan train` instead of the twin: faster, and less exact."),
 ]
 Packer = Annotated[
     str,

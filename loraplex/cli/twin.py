@@ -137,10 +137,10 @@ def compare(
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw both runs side by side to this .png.")] = None,
 ) -> None:
-    """Hold a simulation against a run of the engine itself.
+    """Compare a simulation with a run of the engine itself.
 
-    A file of `bench engine serve` tells of its adapters, memory and steps, and options only say otherwise.
-    Of a server's engine nothing is known but the profile: say what it was started with.
+    A file of `bench engine serve` has the engine's adapters, memory and steps, which options override. Of a
+    server's engine only the profile is known: give the options that it was started with.
     """
     from loraplex.twin.compare import check_profile, engine_of
     from loraplex.twin.compare import compare as compare_figures
@@ -195,10 +195,10 @@ def validate(
     fit: Annotated[list[Path], typer.Option(help="Recorded runs to learn from; may be given again.")],
     json_out: JsonPath = None,
 ) -> None:
-    """Predict recorded runs from other ones, and tell how far off that is.
+    """Predict recorded runs from other ones, and print the errors.
 
-    Runs to be predicted are left out of those to learn from. Nothing that was measured of them is looked at
-    before they are predicted.
+    Runs to be predicted are left out of those to learn from, and their measurements are read only after
+    they are predicted.
     """
     from loraplex.twin.recorded_runs import read_runs
     from loraplex.twin.scores import in_authors_unit
