@@ -154,7 +154,8 @@ def serve_paced(model: Path, state_dir: Path, port: int, num_replicas: int) -> N
     """Serve with paced cores in place of engines, like `loraplex fleet serve`."""
     from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
     from loraplex.engine.options import EngineOptions
-    from loraplex.server.run import ServeOptions, serve
+    from loraplex.server.options import ServeOptions
+    from loraplex.server.run import serve
 
     options = ServeOptions(
         engine=EngineOptions(model=str(model), device="cpu"),

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from loraplex.cli import fleet_live, serve
 from loraplex.cli.main import app
 from loraplex.server.health import LIVE_PATH, READY_PATHS
-from loraplex.server.run import ServeOptions
+from loraplex.server.options import ServeOptions
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

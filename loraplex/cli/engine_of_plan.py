@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from loraplex.perf.named_profiles import Profile
-    from loraplex.server.responses import EngineInfo
+    from loraplex.server.adapter_responses import EngineInfo
 
 
 def warn_of_other_engine(profile: Profile, engine: EngineInfo | None, url: str) -> str | None:

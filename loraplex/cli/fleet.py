@@ -5,22 +5,29 @@ Imports are deferred until a command runs, to keep `--help` fast.
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from loraplex.cli import fleet_live
+from loraplex.cli import fleet_options as option
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.configured import from_environment
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_conditions import conditions_of
+from loraplex.cli.fleet_inputs import (
+    check_files,
+    check_fit,
+    cut_to,
+    fleet_inputs,
+    named_policies,
+    plans_in_words,
+)
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
-from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
-from loraplex.cli.sizes import parse_rate
-from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
+from loraplex.cli.json_out import files_saved, save_json, save_picture
+from loraplex.cli.slo import SloTpot, SloTpt, SloTtft, parse_slo
 from loraplex.cli.tenant_options import MaxBorrowing, MaxTtft, Tenants
 from loraplex.cli.tenant_show import show_tenants
 from loraplex.cli.twin_options import (
@@ -36,20 +43,19 @@ from loraplex.cli.twin_options import (
     Slots,
     TwinOptions,
     WorkloadPath,
-    read_inputs,
-    read_profile_of,
 )
 from loraplex.core.batching import Batching
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
-from loraplex.core.words import plural, unknown_name
+from loraplex.core.words import plural
 from loraplex.fleet.policy_words import PLACEMENTS_EXPLAINED, ROUTINGS_EXPLAINED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from loraplex.fleet.policy import Policy
-    from loraplex.twin.fleet_compare import FleetInputs
+    from loraplex.twin.fleet import FleetOutcome
+    from loraplex.twin.fleet_compare import Capacity, FleetInputs
 
 app = App(help="Serve with several replicas behind a router, or simulate such a fleet.", no_args_is_help=True)
 app.command(context_settings=from_environment("fleet", "serve"))(fleet_live.serve)
@@ -59,55 +65,14 @@ for _command in (
 ):
     app.command()(_command)
 
-_SHORTEST_PERIOD_S: Final = 0.1
-_SLOWEST_LINK: Final = 1e6
-_MOST_REPLICAS: Final = 10_000
 _MOST_SEEDS: Final = 1_000
-_MANY_ADAPTERS: Final = 100_000
-"""Number of adapters from which a plan takes seconds."""
-
-_Replicas = Annotated[int, typer.Option("--replicas", help="How many replicas, all alike.")]
-_Policies = Annotated[
-    str,
-    typer.Option(
-        help="Names with commas between them, each ROUTING[+PLACEMENT][+migrate]: "
-        "random,routing-table+loraserve. `loraplex fleet policies` lists the parts."
-    ),
-]
-_Period = Annotated[
-    float, typer.Option("--period", help="Seconds between plans of where adapters are placed.")
-]
-_Link = Annotated[
-    str | None,
-    typer.Option(
-        "--link",
-        help="Speed at which replicas copy adapters from each other, such as 25GB/s; default: each replica "
-        "reads them from its own disk.",
-    ),
-]
-_Costs = Annotated[
-    str,
-    typer.Option(
-        "--costs",
-        help="How policies predict the time of a step: `steps`, by the profile, or `linear`, by the papers' "
-        "straight line fitted to it.",
-    ),
-]
-_Warm = Annotated[
-    bool,
-    typer.Option(
-        "--warm",
-        help="As if the fleet had served before: its first plan knows the demand of the first minute.",
-    ),
-]
-_Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this .png file.")]
 
 
 @app.command()
 def simulate(
     profile: ProfilePath,
     workload: WorkloadPath,
-    replicas: _Replicas,
+    replicas: option.Replicas,
     routing: Annotated[
         str, typer.Option(help="Which replica a request is sent to; `loraplex fleet policies` lists them.")
     ] = "auto",
@@ -123,10 +88,10 @@ def simulate(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: _Period = 60.0,
-    link: _Link = None,
-    costs: _Costs = "steps",
-    warm: _Warm = False,
+    period: option.Period = 60.0,
+    link: option.Link = None,
+    costs: option.Costs = "steps",
+    warm: option.Warm = False,
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -141,15 +106,14 @@ def simulate(
     max_borrowing: MaxBorrowing = None,
     max_ttft: MaxTtft = None,
     json_out: JsonPath = None,
-    plot: _Plot = None,
+    plot: option.Plot = None,
 ) -> None:
     """Simulate a workload on a fleet under one policy."""
     from loraplex.fleet.policy import Policy
     from loraplex.twin.fleet_figures import figures_of
-    from loraplex.twin.fleet_run import FleetRuns
     from loraplex.twin.tenant_figures import summary_of
 
-    _check_files(profile, workload, json_out, plot)
+    check_files(profile, workload, json_out, plot)
     policy = Policy.of(routing, placement, migrates=migrate)
     options = TwinOptions(
         adapters=adapters,
@@ -167,16 +131,10 @@ def simulate(
         max_ttft=max_ttft,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    inputs = fleet_inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)
-    _check_fit([policy], inputs)
-    runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
-    number = len(inputs.workload)
-    expected = f"{number:,} {plural('request', number)}{_plans_in_words([policy], inputs)}"
-    # No estimate: an overloaded fleet has much left to do after the last arrival.
-    with shown_progress("simulating", expected=expected, left=None) as progress:
-        progress(policy.name, None)
-        outcome = runs.run(policy, report=lambda share: progress(policy.name, share))
+    check_fit([policy], inputs)
+    outcome = _simulated(policy, inputs)
     figures = figures_of(outcome, inputs.options.slo)
     rights = inputs.options.replay
     summary = outcome.all.summary() | summary_of(outcome.all, rights.tenants, rights.max_ttft_s)
@@ -207,8 +165,8 @@ def simulate(
 def compare(
     profile: ProfilePath,
     workload: WorkloadPath,
-    replicas: _Replicas,
-    policies: _Policies,
+    replicas: option.Replicas,
+    policies: option.Policies,
     seeds: Annotated[
         int,
         typer.Option(
@@ -218,10 +176,10 @@ def compare(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: _Period = 60.0,
-    link: _Link = None,
-    costs: _Costs = "steps",
-    warm: _Warm = False,
+    period: option.Period = 60.0,
+    link: option.Link = None,
+    costs: option.Costs = "steps",
+    warm: option.Warm = False,
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -233,18 +191,18 @@ def compare(
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
     json_out: JsonPath = None,
-    plot: _Plot = None,
+    plot: option.Plot = None,
 ) -> None:
     """Simulate the same workload under several policies, and compare them."""
     from loraplex.twin.fleet_compare import compare_policies
     from loraplex.twin.fleet_figures import interval_of, mean_of
 
-    _check_files(profile, workload, json_out, plot)
+    check_files(profile, workload, json_out, plot)
     if not 1 <= seeds <= _MOST_SEEDS:
         raise typer.BadParameter(
             f"must be at least 1 and at most {_MOST_SEEDS:,}, not {seeds:,}", param_hint="--seeds"
         )
-    named = _named(policies)
+    named = named_policies(policies)
     options = TwinOptions(
         adapters=adapters,
         ranks=ranks,
@@ -258,11 +216,11 @@ def compare(
         max_delay=max_delay_by_grouping,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    inputs = fleet_inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)
-    _check_fit(named, inputs)
+    check_fit(named, inputs)
     number = len(named) * seeds
-    expected = f"{number:,} {plural('run', number)}{_plans_in_words(named, inputs)}"
+    expected = f"{number:,} {plural('run', number)}{plans_in_words(named, inputs)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
@@ -289,16 +247,16 @@ def compare(
 def capacity(
     profile: ProfilePath,
     workload: WorkloadPath,
-    replicas: _Replicas,
-    policies: _Policies,
+    replicas: option.Replicas,
+    policies: option.Policies,
     attainment: Annotated[float, typer.Option(help="Share of requests that must attain the SLO.")] = 0.99,
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: _Period = 60.0,
-    link: _Link = None,
-    costs: _Costs = "steps",
-    warm: _Warm = False,
+    period: option.Period = 60.0,
+    link: option.Link = None,
+    costs: option.Costs = "steps",
+    warm: option.Warm = False,
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -310,7 +268,7 @@ def capacity(
     batching: BatchingPolicy = Batching.FCFS,
     max_delay_by_grouping: MaxDelay = None,
     json_out: JsonPath = None,
-    plot: _Plot = None,
+    plot: option.Plot = None,
 ) -> None:
     """Find the highest request rate at which each policy still attains the SLO.
 
@@ -320,10 +278,10 @@ def capacity(
     from loraplex.twin.fleet_compare import capacities
     from loraplex.twin.highest_rate import TOLERANCE
 
-    _check_files(profile, workload, json_out, plot)
+    check_files(profile, workload, json_out, plot)
     if not 0 < attainment <= 1:
         raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
-    named = _named(policies)
+    named = named_policies(policies)
     options = TwinOptions(
         adapters=adapters,
         ranks=ranks,
@@ -337,32 +295,20 @@ def capacity(
         max_delay=max_delay_by_grouping,
     )
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    inputs = fleet_inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     conditions = conditions_of(profile, workload, inputs)
-    _check_fit(named, inputs)
+    check_fit(named, inputs)
     if seconds is not None:  # the same requests at every rate, all of which may finish
-        inputs = _whole(inputs, seconds)
+        inputs = cut_to(inputs, seconds)
     if inputs.workload[0].arrival_s == inputs.workload[-1].arrival_s:
         raise UserError(f"{workload}: all requests come at one moment, so that there is no rate to change")
-    expected = f"about 12 runs for each of {len(named)}{_plans_in_words(named, inputs)}"
+    expected = f"about 12 runs for each of {len(named)}{plans_in_words(named, inputs)}"
     with shown_progress("bisecting", expected=expected) as progress:
         found = capacities(inputs, named, attainment, progress)
     within = f"{attainment:.1%} of requests {inputs.options.slo.in_words()}"
 
     def write_figures(path: Path) -> None:
-        unknown = {name: capacity_in_words(each) for name, each in found.items() if not is_known(each)}
-        document = {
-            **conditions,
-            "num_seeds": 1,
-            "attainment": attainment,
-            "tolerance": TOLERANCE,
-            "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
-            "reasons": unknown,
-            "tried": {name: each.tried for name, each in found.items()},
-            "trial_s": {name: each.trial_s for name, each in found.items()},
-            "trial_requests": {name: each.trial_requests for name, each in found.items()},
-        }
-        save_json(path, document)
+        save_json(path, {**conditions, **_capacity_figures(found, attainment)})
 
     def draw(path: Path) -> None:
         from loraplex.cli.fleet_plot import draw_capacities
@@ -393,123 +339,33 @@ def policies() -> None:
     typer.echo(f"a policy is ROUTING+PLACEMENT, and with +{MIGRATE} requests leave overloaded replicas")
 
 
-def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:
-    check_writable(json_out, inputs=(profile, workload))
-    if plot is not None and json_out is not None and plot.resolve() == json_out.resolve():
-        raise typer.BadParameter(
-            f"{plot} is also what --json names, and only one of them can be there; name another",
-            param_hint="--plot",
-        )
-    check_picture(plot, inputs=(profile, workload))
-
-
 def _title(workload: Path, replicas: int, profile: Path) -> str:
     return f"{workload.name} on {replicas:,} {plural('replica', replicas)} of {profile.name}"
 
 
-def _named(text: str) -> list[Policy]:
-    from loraplex.fleet.policy import Policy
+def _simulated(policy: Policy, inputs: FleetInputs) -> FleetOutcome:
+    from loraplex.twin.fleet_run import FleetRuns
 
-    names = [name.strip() for name in text.split(",")]
-    if "" in names:
-        raise UserError(
-            f"--policies {text!r}: a name is missing; write them with commas, such as random,auto"
-        )
-    found = [Policy.of_name(name) for name in names]
-    for policy in found:
-        if found.count(policy) > 1:
-            raise UserError(f"--policies {text}: {policy.name} is named twice; leave one of them out")
-    return found
+    runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
+    number = len(inputs.workload)
+    expected = f"{number:,} {plural('request', number)}{plans_in_words([policy], inputs)}"
+    # No estimate: an overloaded fleet has much left to do after the last arrival.
+    with shown_progress("simulating", expected=expected, left=None) as progress:
+        progress(policy.name, None)
+        return runs.run(policy, report=lambda share: progress(policy.name, share))
 
 
-def _check_fit(policies: Sequence[Policy], inputs: FleetInputs) -> None:
-    """Raise UserError, before anything runs, for a policy that does not apply to the profile's engine."""
-    from loraplex.fleet.policy import PLACEMENTS
-    from loraplex.perf.slot_profile import SlotProfile
+def _capacity_figures(found: Mapping[str, Capacity], attainment: float) -> dict[str, Any]:
+    """Return the rates and their trials, for the JSON file."""
+    from loraplex.twin.highest_rate import TOLERANCE
 
-    for policy in policies:
-        named = PLACEMENTS[policy.placement]
-        if named is not None and named.needs_device_bytes and isinstance(inputs.profile, SlotProfile):
-            raise UserError(
-                f"{policy.name}: {policy.placement} is about memory that adapters share with the KV cache, "
-                "and the profile is of an engine with slots for adapters; choose another placement"
-            )
-
-
-def _inputs(
-    profile: Path,
-    workload: Path,
-    replicas: int,
-    asked: AskedSlo,
-    period: float,
-    link: str | None,
-    costs: str,
-    warm: bool,
-    options: TwinOptions,
-) -> FleetInputs:
-    from loraplex.perf.set_costs import CostForm
-    from loraplex.perf.slot_profile import SlotProfile
-    from loraplex.twin.fleet_compare import FleetInputs
-    from loraplex.twin.fleet_run import FleetOptions, base_times
-    from loraplex.twin.links import LinkSpeed
-
-    if costs not in {*CostForm}:
-        raise UserError(f"--costs: {unknown_name('form of costs', costs, CostForm)}")
-    speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
-    if speed is not None and speed.bytes_per_s < _SLOWEST_LINK:
-        raise typer.BadParameter(
-            f"at {link} an adapter takes minutes; give 1MB/s or more", param_hint="--link"
-        )
-    if not _SHORTEST_PERIOD_S <= period < math.inf:
-        raise typer.BadParameter(
-            f"must be {_SHORTEST_PERIOD_S:g} seconds or more, and not {period:g}", param_hint="--period"
-        )
-    if not 1 <= replicas <= _MOST_REPLICAS:
-        raise typer.BadParameter(
-            f"must be at least 1 and at most {_MOST_REPLICAS:,}, not {replicas:,}", param_hint="--replicas"
-        )
-    found = read_profile_of(profile, None)
-    requests, replay_options = read_inputs(workload, options)
-    adapter_bytes = None
-    if isinstance(found, SlotProfile):  # the engine ignores sizes, but links need them
-        if options.slots is None:
-            number = replay_options.num_adapters
-            typer.echo(
-                f"the profile is of an engine with slots: each replica has {number:,}, one for each adapter, "
-                "unless --slots says how many (vLLM's --max-loras)",
-                err=True,
-            )
-        adapter_bytes = replay_options.adapter_bytes
-        replay_options = replace(replay_options, adapter_bytes=None)
-    return FleetInputs(
-        profile=found,
-        workload=requests,
-        options=FleetOptions(
-            num_replicas=replicas,
-            replay=replay_options,
-            slo=asked.slo(lambda: base_times(found, requests, replay_options)),
-            period_s=period,
-            link=speed,
-            adapter_bytes=adapter_bytes,
-            cost_form=CostForm(costs),
-            warm=warm,
-        ),
-    )
-
-
-def _plans_in_words(policies: Sequence[Policy], inputs: FleetInputs) -> str:
-    """Return a note if plans take long, as no progress is reported while one is made."""
-    from loraplex.fleet.policy import PLACEMENTS
-
-    number = inputs.options.replay.num_adapters
-    if number < _MANY_ADAPTERS or not any(PLACEMENTS[each.placement] for each in policies):
-        return ""
-    return f", and plans for {number:,} adapters, each of which takes seconds"
-
-
-def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
-    """Return the inputs with only the requests that arrive within `seconds` of the first, and no end of the
-    simulation."""
-    requests = [each for each in inputs.workload if each.arrival_s < seconds]
-    endless = replace(inputs.options.replay, until_s=math.inf)
-    return replace(inputs, workload=requests, options=replace(inputs.options, replay=endless))
+    return {
+        "num_seeds": 1,
+        "attainment": attainment,
+        "tolerance": TOLERANCE,
+        "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
+        "reasons": {name: capacity_in_words(each) for name, each in found.items() if not is_known(each)},
+        "tried": {name: each.tried for name, each in found.items()},
+        "trial_s": {name: each.trial_s for name, each in found.items()},
+        "trial_requests": {name: each.trial_requests for name, each in found.items()},
+    }

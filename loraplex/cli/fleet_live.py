@@ -287,7 +287,7 @@ def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[
     given one, or else the default one or the demo's. Raises UserError if there are none."""
     from loraplex.server.fleet.decision_log import FOLDER, logged_decisions
     from loraplex.server.fleet.explain import explain as explained
-    from loraplex.server.run import default_state_dir, demo_state_dir
+    from loraplex.server.state_dir import default_state_dir, demo_state_dir
 
     folders = [default_state_dir(), demo_state_dir()] if state_dir is None else [state_dir]
     there = [folder for folder in folders if any((folder / FOLDER).glob("*.jsonl"))]

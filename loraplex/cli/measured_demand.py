@@ -17,7 +17,7 @@ from loraplex.core.progress import in_words
 if TYPE_CHECKING:
     from loraplex.perf.named_profiles import Profile
     from loraplex.planner.demand import Demand
-    from loraplex.server.responses import DemandInfo, EngineInfo
+    from loraplex.server.adapter_responses import DemandInfo, EngineInfo
 
 _PATH: Final = "/v1/demand"
 _FEW: Final = 100
@@ -39,7 +39,7 @@ def measured_demand(url: str, api_key: str | None, profile: Profile | None = Non
 
     Raises UserError if no such server answers, or if it has answered no requests for adapters."""
     from loraplex.planner.demand import AdapterDemand, Demand
-    from loraplex.server.responses import DemandInfo
+    from loraplex.server.adapter_responses import DemandInfo
 
     found = struct_of(DemandInfo, url, _PATH, api_key, kind="a measured demand")
     if not found.data:
@@ -83,7 +83,7 @@ def _served_by(profile: Profile, demand: Demand) -> Demand:
 
 def engine_at(url: str, api_key: str | None) -> EngineInfo | None:
     """Return what the engines of a server are; None if it does not say."""
-    from loraplex.server.responses import DemandInfo
+    from loraplex.server.adapter_responses import DemandInfo
 
     return struct_of(DemandInfo, url, _PATH, api_key, kind="a measured demand").engine
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from loraplex.cli import plan_apply
+from loraplex.cli import plan_options as option
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import (
     check_picture,
@@ -46,9 +47,6 @@ app = App(
 app.command()(train)
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `loraplex plan make`.")]
-_MOST_GPUS: Final = 10_000
-_MOST_TOKENS: Final = 10_000_000
-_COMPARED_GPUS: Final = 8
 _MADE_SEEDS: Final = (1, 2, 3)
 """Seeds that a new plan is simulated with, for its error bars: packers judge by seed 0."""
 _DOES_NOT_HOLD: Final = 1
@@ -58,76 +56,22 @@ _DOES_NOT_HOLD: Final = 1
 @app.command()
 def make(
     profile: ProfilePath,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the plan to this file; default: only print its tables.")
-    ] = None,
-    workload: Annotated[
-        Path | None, typer.Option(help="A .jsonl file whose requests show rates and lengths.")
-    ] = None,
-    adapters: Annotated[
-        Path | None,
-        typer.Option(help="A .csv file with the columns name, rank and rate_rps, instead of a workload."),
-    ] = None,
-    from_url: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="URL", help="A server or fleet that runs: what it was asked for lately."
-        ),
-    ] = None,
+    out: option.Out = None,
+    workload: option.WorkloadFile = None,
+    adapters: option.AdapterTable = None,
+    from_url: option.FromUrl = None,
     api_key: ApiKey = None,
-    mean_prompt_tokens: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            max=_MOST_TOKENS,
-            help="Of a prompt, with --adapters; the --prompt-tokens of `workload make` are a median.",
-        ),
-    ] = None,
-    mean_output_tokens: Annotated[
-        float | None, typer.Option(min=1, max=_MOST_TOKENS, help="Of an answer, with --adapters.")
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, max=_MOST_GPUS, help="How many GPUs there are; default: as few as will do."),
-    ] = None,
-    surrogate: Annotated[
-        Path | None,
-        typer.Option(help="Ask a file of `plan train`, and not the twin: in milliseconds, and less exactly."),
-    ] = None,
-    packer: Annotated[
-        str,
-        typer.Option(
-            help="What divides the adapters: max-pack, improved, least-rate, max-base, max-base-half, random "
-            "or dlora."
-        ),
-    ] = "max-pack",
-    slo_ttft: Annotated[
-        str | None,
-        typer.Option(help="Limit on each GPU's mean time to the first token: 10s or 500ms; default: none."),
-    ] = None,
-    slo_itl: Annotated[
-        str | None,
-        typer.Option(help="Limit on each GPU's mean time between tokens: 30ms or 0.03s; default: none."),
-    ] = None,
-    headroom: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=10,
-            help="Share by which each GPU shall be able to serve more than is asked for; default: 0.05 for "
-            "engines with slots. The judge of our own engine leaves room itself. Baselines leave none.",
-        ),
-    ] = None,
-    compare: Annotated[
-        bool | None,
-        typer.Option(
-            "--compare/--no-compare",
-            help="Simulate one GPU more and one less, and the plans of the baselines; default: for up to "
-            f"{_COMPARED_GPUS} GPUs.",
-        ),
-    ] = None,
+    mean_prompt_tokens: option.MeanPromptTokens = None,
+    mean_output_tokens: option.MeanOutputTokens = None,
+    gpus: option.Gpus = None,
+    surrogate: option.SurrogateFile = None,
+    packer: option.Packer = "max-pack",
+    slo_ttft: option.SloTtft = None,
+    slo_itl: option.SloItl = None,
+    headroom: option.Headroom = None,
+    compare: option.Compare = None,
     json_out: JsonPath = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the plan to this .png.")] = None,
+    plot: option.Plot = None,
 ) -> None:
     """Plan which GPU serves which adapters, with how many slots, judged by the twin or a surrogate. The exit
     status is 1 if a GPU of the plan starves all the same, or misses a limit."""
@@ -138,17 +82,7 @@ def make(
     check_picture(plot, inputs=taken)
     check_finite(headroom=headroom)
     objective = _objective_of(slo_ttft, slo_itl)
-    from loraplex.planner.make import PACKERS, make_plan
-    from loraplex.planner.plan_file import plan_to_json
-
-    if packer not in PACKERS:
-        raise typer.BadParameter(unknown_name("packer", packer, PACKERS), param_hint="--packer")
-    if surrogate is not None and objective.has_limits:
-        raise typer.BadParameter(
-            "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave it out, and the "
-            "twin judges, or leave --slo-ttft and --slo-itl out",
-            param_hint="--surrogate",
-        )
+    _check_packing(packer, surrogate, objective)
     found = read_profile_of(profile, None)
     demand = asked_demand(
         workload,
@@ -159,42 +93,19 @@ def make(
         api_key=api_key,
         profile=found,
     )
-    judge = None if surrogate is None else _judge_of(surrogate, found, demand)
-    with shown_progress("planning") as report:
-        plan = make_plan(
-            demand,
-            found,
-            profile_name=str(profile),
-            packer=packer,
-            num_gpus=gpus,
-            judge=judge,
-            objective=objective,
-            headroom=headroom,
-            report=lambda share: report("placing adapters", share),
-        )
-    if judge is not None and (outside := judge.outside_range()):
-        warn(
-            f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}; it answered for "
-            "the nearest that it knows: leave --surrogate out, and the twin judges"
-        )
+    plan = _made(
+        demand,
+        found,
+        profile_name=str(profile),
+        packer=packer,
+        num_gpus=gpus,
+        judge=None if surrogate is None else _judge_of(surrogate, found, demand),
+        objective=objective,
+        headroom=headroom,
+    )
     checked = _checked(plan, found, seeds=_MADE_SEEDS)
     others = _alternatives(plan, found) if _is_compared(compare, plan) else []
-
-    def draw(path: Path) -> None:
-        from loraplex.cli.plan_plot import draw_plan
-
-        save_picture(path, draw_plan(plan, checked))
-
-    with files_saved(
-        (out, lambda path: save_text(path, plan_to_json(plan))),
-        (json_out, lambda path: save_json(path, figures_of(checked, found, others))),
-        (plot, draw),
-    ):
-        show_plan(plan, checked, found)
-        if others:
-            show_alternatives(checked, others)
-        if out is None:
-            typer.echo("no file was written; --out PLAN.json writes the plan, for `check` and `apply`")
+    _save_and_show(plan, checked, others, found, out=out, json_out=json_out, plot=plot)
     if not checked.holds:
         raise typer.Exit(_DOES_NOT_HOLD)
 
@@ -236,6 +147,83 @@ def check(
         show_plan(read, checked, found)
     if not checked.holds:
         raise typer.Exit(_DOES_NOT_HOLD)
+
+
+def _check_packing(packer: str, surrogate: Path | None, objective: Objective) -> None:
+    """Raise a usage error for an unknown packer, or for limits that a surrogate cannot judge."""
+    from loraplex.planner.make import PACKERS
+
+    if packer not in PACKERS:
+        raise typer.BadParameter(unknown_name("packer", packer, PACKERS), param_hint="--packer")
+    if surrogate is not None and objective.has_limits:
+        raise typer.BadParameter(
+            "a surrogate knows throughput and starvation, but neither TTFT nor ITL; leave it out, and the "
+            "twin judges, or leave --slo-ttft and --slo-itl out",
+            param_hint="--surrogate",
+        )
+
+
+def _made(
+    demand: Demand,
+    profile: Profile,
+    *,
+    profile_name: str,
+    packer: str,
+    num_gpus: int | None,
+    judge: SurrogateJudge | None,
+    objective: Objective,
+    headroom: float | None,
+) -> Plan:
+    """Return the plan, and warn if the surrogate was asked beyond what it knows."""
+    from loraplex.planner.make import make_plan
+
+    with shown_progress("planning") as report:
+        plan = make_plan(
+            demand,
+            profile,
+            profile_name=profile_name,
+            packer=packer,
+            num_gpus=num_gpus,
+            judge=judge,
+            objective=objective,
+            headroom=headroom,
+            report=lambda share: report("placing adapters", share),
+        )
+    if judge is not None and (outside := judge.outside_range()):
+        warn(
+            f"the surrogate was asked beyond what it was trained on: {'; '.join(outside)}; it answered for "
+            "the nearest that it knows: leave --surrogate out, and the twin judges"
+        )
+    return plan
+
+
+def _save_and_show(
+    plan: Plan,
+    checked: PlanCheck,
+    others: list[Alternative],
+    profile: Profile,
+    *,
+    out: Path | None,
+    json_out: Path | None,
+    plot: Path | None,
+) -> None:
+    from loraplex.planner.plan_file import plan_to_json
+
+    def draw(path: Path) -> None:
+        from loraplex.cli.plan_plot import draw_plan
+
+        save_picture(path, draw_plan(plan, checked))
+
+    with files_saved(
+        (out, lambda path: save_text(path, plan_to_json(plan))),
+        (json_out, lambda path: save_json(path, figures_of(checked, profile, others))),
+        (plot, draw),
+    ):
+        show_plan(plan, checked, profile)
+        if others:
+            show_alternatives(checked, others)
+        if out is None:
+            typer.echo("no file was written; --out PLAN.json writes the plan, for `check` and `apply`")
 
 
 def _objective_of(slo_ttft: str | None, slo_itl: str | None) -> Objective:
@@ -296,7 +284,7 @@ def _checked(
 
 
 def _is_compared(asked: bool | None, plan: Plan) -> bool:
-    return len(plan.gpus) <= _COMPARED_GPUS if asked is None else asked
+    return len(plan.gpus) <= option.COMPARED_GPUS if asked is None else asked
 
 
 def _alternatives(plan: Plan, profile: Profile) -> list[Alternative]:

@@ -24,7 +24,7 @@ from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
 from loraplex.server.chat_options import ChatOptions, ReasoningParser, ToolCallParser
 
 if TYPE_CHECKING:
-    from loraplex.server.run import ServeOptions
+    from loraplex.server.options import ServeOptions
 
 _PROGRAM: Final = "loraplex"
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
@@ -94,7 +94,7 @@ def serve_options(
     from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_choice import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
-    from loraplex.server.run import ServeOptions
+    from loraplex.server.options import ServeOptions
     from loraplex.server.waiting import WaitingLimits
 
     engine = EngineOptions(
@@ -187,8 +187,9 @@ def demo(
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
     from loraplex.server.listening import AddressError
-    from loraplex.server.run import ServeOptions, demo_state_dir
+    from loraplex.server.options import ServeOptions
     from loraplex.server.run import serve as run
+    from loraplex.server.state_dir import demo_state_dir
 
     outlive_the_reader()
     folder = ensure_demo_base()

@@ -104,16 +104,12 @@ def run(
     outcome, tenants = _replay(profile, workload, model, options)
     summary = outcome.summary() | tenants
 
-    def write_figures(path: Path) -> None:
-        timeline = asdict(outcome.timeline())
-        save_json(path, {"summary": summary, "timeline": timeline, "requests": _rows(outcome)})
-
     def draw(path: Path) -> None:
         from loraplex.cli.twin_plot import draw_outcome
 
         save_picture(path, draw_outcome(outcome, workload=workload.name, profile=profile.name))
 
-    with files_saved((json_out, write_figures), (plot, draw)):
+    with files_saved((json_out, lambda path: save_json(path, _figures(outcome, summary))), (plot, draw)):
         _show(summary, is_overloaded=outcome.is_overloaded())
 
 
@@ -141,10 +137,10 @@ def compare(
     json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw both runs side by side to this .png.")] = None,
 ) -> None:
-    """Hold a simulation against a run of the engine itself.
+    """Compare a simulation with a run of the engine itself.
 
-    A file of `bench engine serve` tells of its adapters, memory and steps, and options only say otherwise.
-    Of a server's engine nothing is known but the profile: say what it was started with.
+    A file of `bench engine serve` has the engine's adapters, memory and steps, which options override. Of a
+    server's engine only the profile is known: give the options that it was started with.
     """
     from loraplex.twin.compare import check_profile, engine_of
     from loraplex.twin.compare import compare as compare_figures
@@ -153,10 +149,7 @@ def compare(
     inputs = (profile, workload, live)
     check_writable(json_out, inputs=inputs)
     check_picture(plot, inputs=(*inputs, *([] if json_out is None else [json_out])))
-    try:
-        measured = json.loads(live.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{live}: cannot be read ({error})") from error
+    measured = _measured(live)
     options = TwinOptions(
         adapters=adapters,
         ranks=ranks,
@@ -202,10 +195,10 @@ def validate(
     fit: Annotated[list[Path], typer.Option(help="Recorded runs to learn from; may be given again.")],
     json_out: JsonPath = None,
 ) -> None:
-    """Predict recorded runs from other ones, and tell how far off that is.
+    """Predict recorded runs from other ones, and print the errors.
 
-    Runs to be predicted are left out of those to learn from. Nothing that was measured of them is looked at
-    before they are predicted.
+    Runs to be predicted are left out of those to learn from, and their measurements are read only after
+    they are predicted.
     """
     from loraplex.twin.recorded_runs import read_runs
     from loraplex.twin.scores import in_authors_unit
@@ -246,6 +239,15 @@ def validate(
     )
     if json_out is not None:
         typer.echo(f"wrote {json_out}")
+
+
+def _measured(live: Path) -> dict[str, Any]:
+    """Return what a benchmark wrote."""
+    try:
+        found: dict[str, Any] = json.loads(live.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{live}: cannot be read ({error})") from error
+    return found
 
 
 @contextmanager
@@ -301,6 +303,11 @@ def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     show_tenants(summary)
     if is_overloaded:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
+
+
+def _figures(outcome: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the file of a run: its summary, its course and its requests."""
+    return {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
 
 
 def _rows(outcome: Outcome) -> list[dict[str, Any]]:

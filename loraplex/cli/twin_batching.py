@@ -5,7 +5,7 @@ Imports are deferred until the command runs, to keep `--help` fast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,10 @@ from loraplex.core.progress import Report, shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from loraplex.perf.named_profiles import Profile
     from loraplex.twin.outcome import Outcome
     from loraplex.twin.replay import ReplayOptions
+    from loraplex.workload.jsonl import WorkloadRequest
 
 _OPTION: Final = "--policies"
 _ALL: Final = ",".join(Batching)
@@ -93,17 +95,10 @@ def batching(
     json_out: JsonPath = None,
 ) -> None:
     """Simulate a workload under several batching policies, and compare them."""
-    from loraplex.perf.slot_profile import SlotProfile
-
     check_writable(json_out, inputs=(profile, workload))
     named = _named(policies)
     bound = _bound(max_delay_by_grouping, named)
-    found = read_profile_of(profile, model)
-    if isinstance(found, SlotProfile):
-        raise UserError(
-            f"{profile}: it is of an engine with slots, which has no batching policies to choose from; give "
-            "a profile of our own engine, one of those that `loraplex profile list` shows"
-        )
+    found = _profile(profile, model)
     options = TwinOptions(
         adapters=adapters,
         ranks=ranks,
@@ -118,22 +113,8 @@ def batching(
         max_copy_gb_per_s=max_copy_gb_per_s,
         kv_swap_memory=kv_swap_memory,
     )
-    requests, replayed = read_inputs(workload, options)
-    outcomes: dict[Batching, Outcome] = {}
-    overloaded: list[str] = []
-    from loraplex.twin.replay import replay
-
-    expected = f"{len(named)} {plural('run', len(named))}"
-    with shown_progress("simulating", expected=expected) as progress:
-        for number, policy in enumerate(named):
-            report = partial(_report, progress, policy, number, len(named))
-            report(0.0)
-            outcome = replay(found, requests, _under(policy, replayed, bound), report)
-            outcomes[policy] = outcome
-            if outcome.is_overloaded():
-                overloaded.append(policy)
-        progress("done", 1.0)
-
+    outcomes = _simulated(found, *read_inputs(workload, options), named, bound)
+    overloaded = [policy for policy, outcome in outcomes.items() if outcome.is_overloaded()]
     summaries = {policy: outcome.summary() for policy, outcome in outcomes.items()}
     beyond_s = _beyond_bound_s(outcomes, bound)
 
@@ -152,18 +133,58 @@ def batching(
         )
 
     with files_saved((json_out, write_figures)):
-        rows = [_row(name, summary, beyond_s.get(name)) for name, summary in summaries.items()]
-        print_table(rows, _COLUMNS)
-        typer.echo(
-            "tok/s: output tokens. Means of the times to the first token (TTFT, with p95), of the whole\n"
-            "time (E2E) and of that over output tokens (TPT). Merged: share of the steps. Beyond: the\n"
-            "worst first token, against what --max-delay-by-grouping allows over fcfs, if that is among\n"
-            "the policies; below 0 it is within."
+        _show(summaries, beyond_s, overloaded)
+
+
+def _profile(path: Path, model: str | None) -> Profile:
+    """Return the profile, refused if its engine has no batching policies."""
+    from loraplex.perf.slot_profile import SlotProfile
+
+    found = read_profile_of(path, model)
+    if isinstance(found, SlotProfile):
+        raise UserError(
+            f"{path}: it is of an engine with slots, which has no batching policies to choose from; give "
+            "a profile of our own engine, one of those that `loraplex profile list` shows"
         )
-        if overloaded:
-            typer.echo(
-                f"overloaded under {', '.join(overloaded)}: it serves less than 90% of what is asked for"
-            )
+    return found
+
+
+def _simulated(
+    profile: Profile,
+    requests: Sequence[WorkloadRequest],
+    options: ReplayOptions,
+    policies: Sequence[Batching],
+    bound: DelayBound,
+) -> dict[Batching, Outcome]:
+    """Replay the workload under each policy."""
+    from loraplex.twin.replay import replay
+
+    outcomes: dict[Batching, Outcome] = {}
+    expected = f"{len(policies)} {plural('run', len(policies))}"
+    with shown_progress("simulating", expected=expected) as progress:
+        for number, policy in enumerate(policies):
+            report = partial(_report, progress, policy, number, len(policies))
+            report(0.0)
+            outcomes[policy] = replay(profile, requests, _under(policy, options, bound), report)
+        progress("done", 1.0)
+    return outcomes
+
+
+def _show(
+    summaries: Mapping[Batching, dict[str, Any]],
+    beyond_s: Mapping[Batching, float | None],
+    overloaded: Sequence[Batching],
+) -> None:
+    rows = [_row(name, summary, beyond_s.get(name)) for name, summary in summaries.items()]
+    print_table(rows, _COLUMNS)
+    typer.echo(
+        "tok/s: output tokens. Means of the times to the first token (TTFT, with p95), of the whole\n"
+        "time (E2E) and of that over output tokens (TPT). Merged: share of the steps. Beyond: the\n"
+        "worst first token, against what --max-delay-by-grouping allows over fcfs, if that is among\n"
+        "the policies; below 0 it is within."
+    )
+    if overloaded:
+        typer.echo(f"overloaded under {', '.join(overloaded)}: it serves less than 90% of what is asked for")
 
 
 def _report(progress: Report, policy: Batching, number: int, total: int, share: float) -> None:

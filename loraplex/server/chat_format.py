@@ -10,8 +10,7 @@ from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.answer_reader import AnswerReader, AnswerReading
 from loraplex.server.generation import ChoiceResult, head_bytes
-from loraplex.server.logprobs import chat_logprobs, prompt_logprobs
-from loraplex.server.responses import (
+from loraplex.server.generation_responses import (
     AnsweredCall,
     CalledFunction,
     ChatAnswer,
@@ -19,6 +18,7 @@ from loraplex.server.responses import (
     ChatCompletion,
     Usage,
 )
+from loraplex.server.logprobs import chat_logprobs, prompt_logprobs
 from loraplex.server.tool_calls.answer_delta import AnswerDelta
 
 _encode = msgspec.json.Encoder().encode

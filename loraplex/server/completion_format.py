@@ -11,8 +11,14 @@ import msgspec
 
 from loraplex.engine.text_engine import LogprobText, TextDelta
 from loraplex.server.generation import ChoiceResult, head_bytes
+from loraplex.server.generation_responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Usage,
+)
 from loraplex.server.logprobs import completion_logprobs, prompt_logprobs
-from loraplex.server.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 
 _encode = msgspec.json.Encoder().encode
 

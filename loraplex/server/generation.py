@@ -22,10 +22,10 @@ from loraplex.core.tenants import NOBODY, Caller
 from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import counts_for_tenant, describe
+from loraplex.server.generation_responses import PromptTokensDetails, Usage
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
 from loraplex.server.request_log import part_sender, request_record
-from loraplex.server.responses import PromptTokensDetails, Usage
 from loraplex.server.tenants.account import Spending
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket

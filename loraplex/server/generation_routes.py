@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -14,35 +13,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
-from loraplex.core.sampling import SamplingParams
 from loraplex.core.tenants import BATCH_PRIORITY, Caller
-from loraplex.core.words import plural
-from loraplex.engine.prompt_offsets import prompt_offsets
-from loraplex.engine.request_checks import check_vocabulary
-from loraplex.engine.text_engine import CheckedPrompts, TextEngine
+from loraplex.engine.text_engine import CheckedPrompts
+from loraplex.server.answer_reader import AnswerReading
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_plan import plan_chat, shown_special_ids
 from loraplex.server.chat_prompt import chat_prompt
-from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
+from loraplex.server.completion_format import CompletionFormat
+from loraplex.server.completion_prompt import count_choices, cut_prompt, encode_prompts
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import counts_for_tenant
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
+from loraplex.server.generation_responses import ChatCompletion, Completion
+from loraplex.server.generation_responses import Response as ResponseObject
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import BATCH_KIND, request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.response_api.format import ResponsesFormat
 from loraplex.server.response_api.request import ResponsesRequest, chat_request, renamed
-from loraplex.server.responses import ChatCompletion, Completion
-from loraplex.server.responses import Response as ResponseObject
 from loraplex.server.sampling import chat_params, completion_params
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.account import Spending
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
-# Prompts × n of one request; each becomes a separate engine request.
-MAX_CHOICES_PER_REQUEST: Final = 2048
 _ERRORS: Final = (401, 404, 429, 500, 503)
 
 
@@ -126,20 +121,6 @@ def _model_name(deps: ServerDeps, body: SamplingFields) -> str:
     return body.adapter_id
 
 
-def _cut(prompt: list[int], body: SamplingFields, params: SamplingParams, text: TextEngine) -> list[int]:
-    """Return the last tokens of a prompt, as many as the request wants of it; with -1, as fit the context
-    beside its answer."""
-    limit = body.truncate_prompt_tokens
-    if limit is None:
-        return prompt
-    if limit == 0:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit",
-            param="truncate_prompt_tokens",
-        )
-    return prompt[-max(text.max_model_len - (params.max_tokens or 1), 1) if limit < 0 else -limit :]
-
-
 async def _start_chat(
     deps: ServerDeps, request: Request, body: ChatRequest, *, asked: ResponsesRequest | None = None
 ) -> GenerationResponse:
@@ -153,7 +134,7 @@ async def _start_chat(
         ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n", caller=caller)
         on_failure.callback(ticket.close)
         made = await run_until_disconnect(chat_prompt(deps, body), request.receive, deps.pacer)
-        prompt = _cut(made.token_ids, body, params, deps.text)
+        prompt = cut_prompt(made.token_ids, body, params, deps.text)
         plan = await deps.text.prompts.call(
             partial(
                 plan_chat,
@@ -184,29 +165,48 @@ async def _start_chat(
             shown_ids=plan.shown_ids,
             include_usage=asked is not None,
         )
-        chat_format: AnswerFormat
-        if asked is not None:
-            chat_format = ResponsesFormat(
-                request_id=generation.request_id,
-                created=now_unix_s(),
-                model=_model_name(deps, body),
-                body=asked,
-                reading=plan.reading,
-            )
-        else:
-            chat_format = ChatFormat(
-                request_id=generation.request_id,
-                created=now_unix_s(),
-                model=_model_name(deps, body),
-                with_logprobs=params.logprobs is not None,
-                include_usage=generation.include_usage,
-                reading=plan.reading,
-                prompt_ids=prompt if body.return_token_ids else None,
-                num_prompt_top=body.prompt_logprobs,
-            )
+        chat_format = _chat_format(
+            generation,
+            body,
+            asked,
+            model=_model_name(deps, body),
+            with_logprobs=params.logprobs is not None,
+            reading=plan.reading,
+            prompt=prompt,
+        )
         response = _response(deps, request, generation, chat_format, ticket, spending)
         on_failure.pop_all()  # the response releases them
         return response
+
+
+def _chat_format(
+    generation: Generation,
+    body: ChatRequest,
+    asked: ResponsesRequest | None,
+    *,
+    model: str,
+    with_logprobs: bool,
+    reading: AnswerReading | None,
+    prompt: list[int],
+) -> AnswerFormat:
+    if asked is not None:
+        return ResponsesFormat(
+            request_id=generation.request_id,
+            created=now_unix_s(),
+            model=model,
+            body=asked,
+            reading=reading,
+        )
+    return ChatFormat(
+        request_id=generation.request_id,
+        created=now_unix_s(),
+        model=model,
+        with_logprobs=with_logprobs,
+        include_usage=generation.include_usage,
+        reading=reading,
+        prompt_ids=prompt if body.return_token_ids else None,
+        num_prompt_top=body.prompt_logprobs,
+    )
 
 
 async def _start_completion(
@@ -216,7 +216,7 @@ async def _start_completion(
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = completion_params(body)
-        num_choices = _num_choices(body, params)
+        num_choices = count_choices(body, params)
         spending = _spending(request, num_choices, on_failure)
         caller = _caller(request, lease, body)
         ticket = deps.waiting.admit(
@@ -226,7 +226,7 @@ async def _start_completion(
             caller=caller,
         )
         on_failure.callback(ticket.close)
-        encoding = _encode(deps.text, body, params)
+        encoding = encode_prompts(deps.text, body, params)
         checked, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
         _spend(spending, checked, num_begun=len(body.output_token_ids or ()))
         prompt_only = body.max_tokens == 0
@@ -369,110 +369,3 @@ def _response(
         pacer=deps.pacer,
         is_resampled=deps.is_resampled,
     )
-
-
-def _num_choices(body: CompletionRequest, params: SamplingParams) -> int:
-    """Return prompts × n, counted without iterating over the prompts' tokens. Raises InvalidRequestError if
-    that is too many."""
-    prompt = body.prompt
-    num_prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
-    if num_prompts * params.n > MAX_CHOICES_PER_REQUEST:
-        raise InvalidRequestError(
-            f"{num_prompts} {plural('prompt', num_prompts)} with n = {params.n} make more than "
-            f"{MAX_CHOICES_PER_REQUEST} choices; send several requests",
-            param="prompt",
-        )
-    return num_prompts * params.n
-
-
-async def _encode(
-    text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
-) -> tuple[CheckedPrompts, list[EchoedPrompt] | None]:
-    """Return the prompts as checked tokens, and the text that `echo` repeats."""
-    if body.output_token_ids:
-        _check_begun(text_engine, body, params)
-    prompts = [_cut(each, body, params, text_engine) for each in await _prompts(text_engine, body, params)]
-    await text_engine.check_structure(params)
-    checked = text_engine.check(prompts, params)
-    return checked, await _echoed(text_engine, body, prompts) if body.echo else None
-
-
-def _check_begun(text_engine: TextEngine, body: CompletionRequest, params: SamplingParams) -> None:
-    """Refuse an answer begun elsewhere if it cannot be continued here."""
-    param = "output_token_ids"
-    assert body.output_token_ids
-    if isinstance(body.prompt, str) or not (body.prompt and isinstance(body.prompt[0], int)):
-        raise InvalidRequestError(
-            "output_token_ids needs a prompt of token ids: a text may be other tokens here", param=param
-        )
-    for name, is_asked in (("n", params.n > 1), ("stop", bool(params.stop)), ("echo", bool(body.echo))):
-        if is_asked:
-            raise InvalidRequestError(f"output_token_ids goes without {name}; leave it out", param=param)
-    if params.max_tokens is not None and len(body.output_token_ids) >= params.max_tokens:
-        raise InvalidRequestError(
-            f"output_token_ids has {len(body.output_token_ids)} tokens; max_tokens, which counts them as "
-            f"well, is {params.max_tokens}",
-            param=param,
-        )
-    check_vocabulary(body.output_token_ids, vocab_size=text_engine.vocab_size, param=param)
-
-
-async def _prompts(
-    text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
-) -> list[list[int]]:
-    """Return the four forms of `prompt` as lists of token ids."""
-    encoder, special = text_engine.prompts, body.add_special_tokens is not False
-    will_be_cut = body.truncate_prompt_tokens is not None
-    if isinstance(body.prompt, str):
-        _refuse_empty([body.prompt])
-        return await encoder.encode_texts([body.prompt], add_special_tokens=special, will_be_cut=will_be_cut)
-    items = body.prompt
-    if not items:
-        raise InvalidRequestError("prompt is an empty list", param="prompt")
-    if isinstance(items[0], int) and not will_be_cut:  # one prompt: its length is checked before its ids
-        text_engine.check_length(len(items), params)
-    if all(isinstance(item, int) for item in items):
-        return [[item for item in items if isinstance(item, int)]]
-    if all(isinstance(item, str) for item in items):
-        texts = [item for item in items if isinstance(item, str)]
-        _refuse_empty(texts)
-        return await encoder.encode_texts(texts, add_special_tokens=special, will_be_cut=will_be_cut)
-    if all(isinstance(item, list) for item in items):
-        return [item for item in items if isinstance(item, list)]
-    raise InvalidRequestError(
-        "prompt must be a text, a list of texts, a list of token ids or a list of such lists, not a mixture",
-        param="prompt",
-    )
-
-
-def _refuse_empty(texts: Sequence[str]) -> None:
-    """Refuse empty texts. The text itself is checked: many tokenizers turn nothing into a beginning-of-text
-    token."""
-    if "" in texts:
-        raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
-
-
-async def _echoed(
-    text_engine: TextEngine, body: CompletionRequest, prompts: Sequence[Sequence[int]]
-) -> list[EchoedPrompt]:
-    """Return the prompts that `echo` repeats: the texts as they were sent, or the texts of the tokens."""
-    tokenizer, given = text_engine.tokenizer, body.prompt
-
-    def echo() -> list[EchoedPrompt]:
-        if body.truncate_prompt_tokens is not None:
-            texts = [tokenizer.decode(prompt) for prompt in prompts]
-        elif isinstance(given, str):
-            texts = [given]
-        elif isinstance(given[0], str):
-            texts = [item for item in given if isinstance(item, str)]
-        else:
-            texts = [tokenizer.decode(prompt) for prompt in prompts]
-        return [
-            EchoedPrompt(
-                text=text,
-                token_offsets=() if body.logprobs is None else prompt_offsets(tokenizer.pieces, prompt, text),
-            )
-            for text, prompt in zip(texts, prompts, strict=True)
-        ]
-
-    return await text_engine.prompts.call(echo, num_tokens=sum(map(len, prompts)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.engine.text_engine import LogprobText
-from loraplex.server.responses import (
+from loraplex.server.generation_responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

@@ -14,6 +14,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
+from loraplex.server.adapter_responses import (
+    AdapterDemandInfo,
+    AdapterInfo,
+    AdapterList,
+    CanaryInfo,
+    DemandInfo,
+    EngineInfo,
+    Model,
+    ModelList,
+    PreviousVersion,
+)
 from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.body import read_query
@@ -28,17 +39,6 @@ from loraplex.server.requests import (
     LoadAdapterRequest,
     RollBackAdapterRequest,
     UnloadAdapterRequest,
-)
-from loraplex.server.responses import (
-    AdapterDemandInfo,
-    AdapterInfo,
-    AdapterList,
-    CanaryInfo,
-    DemandInfo,
-    EngineInfo,
-    Model,
-    ModelList,
-    PreviousVersion,
 )
 from loraplex.server.served_adapter import ServedAdapter, ServedCanary
 from loraplex.server.tenants.access import Access, access_of

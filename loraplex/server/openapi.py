@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from loraplex.server.adapter_responses import AdapterList, DemandInfo, Model, ModelList, TenantList
 from loraplex.server.batches.objects import (
     BatchList,
     BatchObject,
@@ -16,6 +17,7 @@ from loraplex.server.batches.objects import (
     FileList,
     FileObject,
 )
+from loraplex.server.generation_responses import ChatCompletion, Completion, Response
 from loraplex.server.requests import (
     AdapterNameRequest,
     ChatRequest,
@@ -32,19 +34,11 @@ from loraplex.server.requests import (
 )
 from loraplex.server.response_api.request import ResponsesRequest
 from loraplex.server.responses import (
-    AdapterList,
-    ChatCompletion,
-    Completion,
-    DemandInfo,
     ErrorBody,
     Health,
-    Model,
-    ModelList,
     Overview,
     Placement,
     ReplicaList,
-    Response,
-    TenantList,
     Text,
     Tokens,
     Version,

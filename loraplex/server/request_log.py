@@ -22,8 +22,8 @@ from loraplex.core.clock import Clock
 from loraplex.core.logs import fields, log_context
 from loraplex.core.request import FinishReason
 from loraplex.server.failure import Failure
+from loraplex.server.generation_responses import Usage
 from loraplex.server.metrics import RequestMeter
-from loraplex.server.responses import Usage
 from loraplex.server.sent_to import sent_to
 
 if TYPE_CHECKING:

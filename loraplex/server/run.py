@@ -8,70 +8,36 @@ import logging
 import os
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from math import ceil
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
 
-from loraplex.adapters.allowed_paths import AllowedPaths
-from loraplex.adapters.base_name import base_names, public_name
-from loraplex.adapters.discovery import discover_adapters
-from loraplex.adapters.registry import AdapterRegistry, base_model_key
-from loraplex.adapters.remote import AllowedSources
 from loraplex.core.batching import Batching
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
-from loraplex.core.shape import ModelShape
-from loraplex.engine.options import EngineOptions
-from loraplex.engine.text_engine import TextEngine
-from loraplex.engine.tokenizer import Tokenizer
-from loraplex.model.config import load_config
-from loraplex.model.source import resolve_model
-from loraplex.server.adapter_choice import GivenAdapter
-from loraplex.server.adapter_service import AdapterService
-from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
-from loraplex.server.batches.store import BatchStore
-from loraplex.server.body import BodyLimits, BodyReader
-from loraplex.server.chat_options import ChatOptions
+from loraplex.server.body import BodyReader
 from loraplex.server.connections import (
     ConnectionBook,
-    ConnectionLimits,
     connections_within,
     raise_descriptor_limit,
 )
-from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_client import DEFAULT_FACTORY
-from loraplex.server.engine_status import Fleet, serving_in_words
+from loraplex.server.engine_status import serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
-from loraplex.server.left_out import keep_retrying
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
-from loraplex.server.metrics import ServerMetrics
-from loraplex.server.protocol_ipc import StartProgress
-from loraplex.server.registry_watch import RegistryWatch
-from loraplex.server.remote_adapters import RemoteAdapters
-from loraplex.server.request_templates import RequestTemplates
-from loraplex.server.shadow_twin import ShadowTwin
-from loraplex.server.sole_engine import SoleEngine
-from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
-from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
-from loraplex.server.tenants.tenants_watch import TenantsWatch
-from loraplex.server.trace_setup import traces_of
-from loraplex.server.waiting import WaitingBook, WaitingLimits
-from loraplex.server.web_guard import WebAccess
+from loraplex.server.options import ServeOptions
+from loraplex.server.start import start
+from loraplex.server.supervised_engine import SupervisedEngine
 
 if TYPE_CHECKING:
-    from loraplex.server.fleet.backend_replicas import Backends
-    from loraplex.server.fleet.kept_placement import PlacementFile
-    from loraplex.server.fleet.ray_cluster import RayPlace
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -81,50 +47,6 @@ _LAST_WORDS_S: Final = 5.0
 """Seconds that streams may take to send their error after the engine was closed."""
 _CUT_S: Final = 2
 """Seconds that requests may take to notice that their connection was cut; uvicorn logs those that do not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Everything that a user may choose.
-
-    `adapter_dirs` are served and open for loading; `allow_adapter_dirs` are only open for loading. `adapters`
-    are served and open nothing; `allow_adapter_repos` are patterns of hub repositories and S3 URLs.
-    `shutdown_grace_s`: seconds that requests in flight may continue after the signal. `num_replicas`: number
-    of engine processes; `ray`: the cluster they are placed on, if not on this machine; `backends`: servers
-    that are used instead of engine processes; `policy`: the name of the fleet's policy for routing and
-    placement (`fleet.policy`), with periods of `period_s` seconds. `engine_factory`: "module:name" of the
-    function that builds the core in the engine process. `tenants`: the tenants file. `otlp_endpoint`: the
-    collector of traces, if OpenTelemetry's variables do not name it. `shadow_twin_s`: seconds between
-    replays of the last minutes on a twin; None for never.
-    """
-
-    engine: EngineOptions
-    served_model_name: str | None = None
-    adapters: tuple[GivenAdapter, ...] = ()
-    adapter_dirs: tuple[Path, ...] = ()
-    allow_adapter_dirs: tuple[Path, ...] = ()
-    allow_adapter_repos: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    state_dir: Path | None = None
-    api_keys: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
-    tenants: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    limits: BodyLimits = field(default_factory=BodyLimits)
-    waiting: WaitingLimits = field(default_factory=WaitingLimits)
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    chat: ChatOptions = field(default_factory=ChatOptions)
-    shutdown_grace_s: float = 5.0
-    num_replicas: int = 1
-    policy: str = "auto"
-    period_s: float = 60.0
-    backends: Backends | None = None
-    ray: RayPlace | None = None
-    engine_factory: str = DEFAULT_FACTORY
-    shadow_twin_s: float | None = None
-    otlp_endpoint: str | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -177,7 +99,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
     # listens, so that supervisors and load balancers can tell a server that is starting from one that is
     # gone.
     with bind(options.host, options.port) as listener:
-        front = FrontApp(web=_web_access(options), clock=MonotonicClock())
+        front = FrontApp(web=options.web_access(), clock=MonotonicClock())
         server = ListeningServer(_uvicorn_config(front, options))
         listening = asyncio.create_task(listen(server, listener, host=options.host, port=options.port))
         async with AsyncExitStack() as stack:
@@ -206,13 +128,13 @@ async def _run(
     stack: AsyncExitStack,
 ) -> SupervisedEngine:
     """Start everything, then open the front to requests."""
-    deps, client, num_skipped = await _start(options, announcer, front, stack)
+    deps, client, num_skipped = await start(options, announcer, front, stack)
     # Objects made so far are kept: a full collection would traverse them all and delay every stream for a
     # third of a second.
     keep_all_made_until_now()
     collecting = asyncio.create_task(collect_while_serving(lambda: server.num_in_flight))
     stack.callback(collecting.cancel)
-    from loraplex.server.app import create_app  # imported while the engine started (`_start`)
+    from loraplex.server.app import create_app  # imported while the engine started (`start`)
     from loraplex.server.batches.runner import BatchRunner
 
     front.app = create_app(deps)
@@ -264,14 +186,6 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
     )
 
 
-def _request_templates(options: ServeOptions, stack: AsyncExitStack) -> RequestTemplates | None:
-    if not options.chat.trusts_templates:
-        return None
-    templates = RequestTemplates()
-    stack.push_async_callback(templates.close)
-    return templates
-
-
 async def _end(
     stop: asyncio.Event,
     server: ListeningServer,
@@ -303,221 +217,6 @@ async def _first_of(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-async def _start(
-    options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
-) -> tuple[ServerDeps, ServingEngine, int]:
-    """Start everything that requests need, prepared for the initial adapters. The number returned is that of
-    the adapters left out."""
-    clock = MonotonicClock()
-    traces = await asyncio.to_thread(traces_of, options.otlp_endpoint, clock)
-    if traces is not None:
-        stack.callback(traces.close)
-    watch = None if options.tenants is None else TenantsWatch(options.tenants, clock)
-    folder = await asyncio.to_thread(resolve_model, options.engine.model)
-    config = load_config(folder)
-    for adapter_dir in options.adapter_dirs:
-        discover_adapters(adapter_dir)  # finding out that a folder is missing should not cost a minute
-    base_model = options.served_model_name or public_name(options.engine.model)
-    key = base_model_key(_model_identity(options.engine.model), config.shape)
-    state_dir = options.state_dir or default_state_dir()
-    registry = AdapterRegistry(state_dir, key)
-    stack.callback(registry.close)
-
-    client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
-    stack.push_async_callback(client.close)
-    if watch is not None:
-        watch.subscribe(client.set_tenants)
-    service = _adapter_service(
-        options, base_model, client, registry, config.shape, is_fleet=fleet is not None
-    )
-    stack.push_async_callback(service.close)
-    # Their files are read while the engine starts, which then prepares for these adapters.
-    registering = asyncio.create_task(start_adapters(service, options.adapter_dirs, options.adapters))
-    registering.add_done_callback(
-        lambda task: task.cancelled() or task.exception()
-    )  # the engine's is reported
-    stack.callback(registering.cancel)
-    with announcer.loading(options.engine.model) as show:
-
-        def on_progress(progress: StartProgress) -> None:
-            front.progress = progress
-            show(progress)
-
-        # Awaited separately too: an adapter that cannot be served is reported before the model is loaded.
-        _, tokenizer, report, _ = await asyncio.gather(
-            client.start(on_progress, registering),
-            asyncio.to_thread(Tokenizer.load, folder),
-            registering,
-            asyncio.to_thread(import_module, "loraplex.server.app"),  # FastAPI: not before the engine starts
-        )
-    assert client.info is not None, "a started engine has said what it can hold"
-    announcer.registered(report.num_served)
-    text = TextEngine(
-        engine=client,
-        tokenizer=tokenizer,
-        max_model_len=client.info.max_model_len,
-        vocab_size=config.shape.vocab_size,
-    )
-    stack.callback(text.prompts.close)
-    deps = ServerDeps(
-        text=text,
-        adapters=service,
-        metrics=ServerMetrics(clock),
-        base_root=str(folder),
-        engine_status=lambda: client.status,
-        engine_costs=lambda: None if client.info is None else client.info.costs,
-        batching=None if client.info.policy is None else client.info.policy.batching,
-        api_keys=options.api_keys,
-        admin_keys=options.admin_keys,
-        web=_web_access(options),
-        waiting=WaitingBook(options.waiting, clock, client),
-        bodies=BodyReader(options.limits),
-        chat=options.chat,
-        templates=_request_templates(options, stack),
-        fleet=fleet,
-        placement_file=None if fleet is None else _placement_file(state_dir, key),
-        is_ready_without_adapters=options.backends is None,
-        continued=client.continued,
-        is_resampled=client.is_resampled,
-        shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
-        traces=traces,
-        tenants=None if watch is None else watch.tenants,
-        batches=BatchStore.at(state_dir, key),
-    )
-    if watch is not None:
-        watch.subscribe(deps.waiting.set_tenants)
-        rereading = asyncio.create_task(watch.run(), name="watch the tenants file")
-        stack.callback(rereading.cancel)
-    service.on_dropped = deps.metrics.forget
-    watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
-    stack.callback(watching.cancel)
-    sampling = asyncio.create_task(deps.history.run(), name="sample for the page")
-    stack.callback(sampling.cancel)
-    retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
-    stack.callback(retrying.cancel)
-    context = client.info.max_model_len
-    notes = (
-        # Servers behind --backend have limits of their own, by options of their own.
-        *(() if options.backends is not None else context_notes(context, options.engine, config)),
-        *namesake_notes(registry, state_dir),
-        *ttft_note(client, options.waiting.max_ttft_s),
-        *report.notes,
-        *(() if watch is None else watch.notes([each.name for each in service.served()])),
-    )
-    for note in shared_state_note(registry, state_dir):
-        logger.info("%s", note)
-    for note in notes:
-        logger.warning("%s", note)
-    return deps, client, report.num_skipped
-
-
-def _adapter_service(
-    options: ServeOptions,
-    base_model: str,
-    engine: ServingEngine,
-    registry: AdapterRegistry,
-    shape: ModelShape,
-    *,
-    is_fleet: bool,
-) -> AdapterService:
-    return AdapterService(
-        base_model=base_model,
-        engine=engine,
-        registry=registry,
-        shape=shape,
-        allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
-        remote=RemoteAdapters(AllowedSources(options.allow_adapter_repos)),
-        known_as=base_names(options.engine.model, base_model),
-        alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
-        stages_new=is_fleet,
-    )
-
-
-async def _engine(
-    options: ServeOptions,
-    shape: ModelShape,
-    base_model: str,
-    state_dir: Path,
-    registry: AdapterRegistry,
-    stack: AsyncExitStack,
-) -> tuple[ServingEngine, Fleet | None]:
-    """Return the engine, not started yet: one engine process, a fleet of them, or servers elsewhere."""
-    if options.backends is None and options.ray is None and options.num_replicas == 1:
-        return SoleEngine(options.engine, factory=options.engine_factory), None
-    # Not needed by a single server.
-    from loraplex.fleet.policy import Policy
-    from loraplex.server.fleet.decision_log import DecisionLog
-
-    log, policy = DecisionLog(state_dir), Policy.of_name(options.policy)
-    if options.backends is not None:
-        from loraplex.server.fleet.backend_replicas import backend_fleet
-
-        names = (options.engine.model.rstrip("/"), base_model)
-        behind = backend_fleet(
-            options.backends,
-            base_names=names,
-            shape=shape,
-            policy=policy,
-            period_s=options.period_s,
-            log=log,
-            is_registered=registry.has_version,
-        )
-        return behind, behind
-    if options.ray is not None:
-        from loraplex.server.fleet.ray_cluster import RayCluster
-        from loraplex.server.fleet.ray_replicas import ray_fleet
-
-        cluster = await RayCluster.connect(options.ray)
-        stack.push_async_callback(cluster.close)
-        placed = ray_fleet(
-            options.engine,
-            shape,
-            cluster=cluster,
-            about=await cluster.about(),
-            num_replicas=options.num_replicas,
-            policy=policy,
-            period_s=options.period_s,
-            factory=options.engine_factory,
-            log=log,
-        )
-        return placed, placed
-    from loraplex.server.fleet.local_replicas import local_fleet
-
-    fleet = local_fleet(
-        options.engine,
-        shape,
-        num_replicas=options.num_replicas,
-        policy=policy,
-        period_s=options.period_s,
-        factory=options.engine_factory,
-        log=log,
-    )
-    return fleet, fleet
-
-
-def _placement_file(state_dir: Path, key: str) -> PlacementFile:
-    from loraplex.server.fleet.kept_placement import PlacementFile  # not needed by a single server
-
-    return PlacementFile(state_dir, key)
-
-
-async def _shadow_twin(
-    client: ServingEngine, interval_s: float | None, stack: AsyncExitStack
-) -> ShadowTwin | None:
-    """Start the shadow twin if the engine's costs are known."""
-    if interval_s is None or client.twin() is None:
-        return None
-    return await stack.enter_async_context(ShadowTwin(client, interval_s=interval_s))
-
-
-def _web_access(options: ServeOptions) -> WebAccess:
-    return WebAccess(
-        bound_host=options.host,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
-    )
-
-
 def _connection_book(options: ServeOptions) -> ConnectionBook:
     """Create the book of connections, limited by the open files that the system allows."""
     limits = options.connections
@@ -531,22 +230,3 @@ def _connection_book(options: ServeOptions) -> ConnectionBook:
     if most < limits.max_connections:
         logger.warning("the limit of open files allows %d connections; raise it with `ulimit -n`", most)
     return ConnectionBook(replace(limits, max_connections=most), MonotonicClock())
-
-
-def default_state_dir() -> Path:
-    """Return `$LORAPLEX_STATE`, or `loraplex` in the user's folder for program state."""
-    if configured := os.environ.get("LORAPLEX_STATE"):
-        return Path(configured).expanduser()
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
-
-
-def demo_state_dir() -> Path:
-    """Return the demo's state folder: its own, so that a demo changes nothing that other servers serve."""
-    return default_state_dir() / "demo"
-
-
-def _model_identity(model: str) -> str:
-    """Return a folder's full path, so that the registry does not depend on the current directory; a
-    repository unchanged."""
-    folder = Path(model).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else model

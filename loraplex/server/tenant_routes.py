@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.server.adapter_responses import Attainment, TenantInfo, TenantList
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
-from loraplex.server.responses import Attainment, TenantInfo, TenantList
 from loraplex.server.tenants.access import access_of
 from loraplex.server.tenants.objective import Reached, Target
 from loraplex.server.tenants.tenants import Tenants

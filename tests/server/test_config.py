@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli import config_file, fleet_live, serve
 from loraplex.cli.main import app
-from loraplex.server.run import ServeOptions
+from loraplex.server.options import ServeOptions
 
 WIDE = {"COLUMNS": "400"}
 

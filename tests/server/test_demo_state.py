@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.cli.main import app
 from loraplex.server.listening import AddressError
-from loraplex.server.run import ServeOptions, default_state_dir
+from loraplex.server.options import ServeOptions
+from loraplex.server.state_dir import default_state_dir
 
 
 def test_a_demo_remembers_what_was_loaded_into_the_one_before(

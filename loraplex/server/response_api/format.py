@@ -12,8 +12,8 @@ from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
 from loraplex.server.answer_reader import AnswerReader, AnswerReading
 from loraplex.server.generation import ChoiceResult
+from loraplex.server.generation_responses import Response, Usage
 from loraplex.server.response_api.request import ResponsesRequest
-from loraplex.server.responses import Response, Usage
 from loraplex.server.tool_calls.answer_delta import AnswerDelta, CallDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]

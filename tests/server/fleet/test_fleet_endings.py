@@ -28,7 +28,8 @@ FRONT = """
 import sys
 from pathlib import Path
 from loraplex.engine.options import EngineOptions
-from loraplex.server.run import ServeOptions, serve
+from loraplex.server.options import ServeOptions
+from loraplex.server.run import serve
 
 folder = Path(sys.argv[1])
 serve(
