@@ -12,6 +12,8 @@ from typing import Final
 from benchmarks.http_plan import DEFAULT_SHAPE, HIGH_RATE, SATURATED, STEADY, prompt_tokens_of, section_of
 from benchmarks.markdown import Result, span, table
 
+_NO_VERSION: Final = "0+unknown"
+"""The version of a copy of the code without its git history."""
 LABELS: Final = {"loraplex": "loraplex", "vllm": "vLLM, LoRA off", "vllm-lora": "vLLM, LoRA on"}
 """Section of a server -> its title in tables."""
 SHAPES: Final = (DEFAULT_SHAPE, "llama-3-8b")
@@ -204,6 +206,8 @@ def starts_table(result: Result) -> str:
 
 def _title(name: str, section: Result) -> str:
     version = section["versions"]["loraplex" if name == "loraplex" else "vllm"]
+    if version == _NO_VERSION:
+        version = f"at {section['git_commit'][:7]}"
     return f"{LABELS[name]} {version}"
 
 

@@ -85,6 +85,7 @@ SLOW_BUS, TWIN_SLOW_BUS = "slow_bus.json", "twin_slow_bus.json"
 STEPS: Final = "step_profile.json"
 FAIRNESS, QUOTAS = "fairness.json", "quotas.json"
 STRUCTURED, STRUCTURED_STEPS = "structured_libraries.json", "structured_steps.json"
+STRUCTURED_GPU = "structured_gpu.json"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ TABLES: Final[dict[str, Table]] = {
     "structured-slowest": Table((STRUCTURED,), structured_tables.slowest_masks),
     "structured-libraries-machine": Table((STRUCTURED,), structured_tables.note),
     "structured-steps": Table((STRUCTURED_STEPS,), structured_tables.steps_table),
+    "structured-gpu": Table((STRUCTURED_GPU,), structured_tables.gpu_table),
+    "structured-gpu-machine": Table((STRUCTURED_GPU,), structured_tables.gpu_note),
     "structured-steps-machine": Table((STRUCTURED_STEPS,), structured_tables.note),
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),

@@ -73,6 +73,27 @@ def steps_table(result: Result) -> str:
     return table((*heads, "ratio: median (middle half)"), lines)
 
 
+def gpu_table(result: Result) -> str:
+    """Show decode steps on a GPU with and without schemas."""
+    found = result["results"]
+    lines = []
+    for kind, name in (("likeliest", "the likeliest token"), ("drawn", "a drawn token")):
+        plain, structured = (found["kinds"][kind][side]["mean_ms"] for side in ("plain", "structured"))
+        lines.append((name, f"{plain:.2f} ms", f"{structured:.2f} ms", f"{structured / plain:.3f}x"))
+    heads = (f"{found['batch']} requests that decode", "without schemas", "each with a schema", "ratio")
+    return table(heads, lines)
+
+
+def gpu_note(result: Result) -> str:
+    found, packages = result["results"], result["packages"]
+    return (
+        f"Means of {found['kinds']['drawn']['plain']['steps']} steps for each figure, {result['date'][:10]}, "
+        f"{result['machine']['gpu']}, {found['shape']} shape, random weights, bfloat16, a vocabulary of "
+        f"{found['vocabulary']:,} tokens, torch {packages['torch']}, llguidance {packages['llguidance']}, "
+        f"commit {result['git_commit']}.\n"
+    )
+
+
 def note(result: Result) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in result["packages"].items() if name != "loraplex"
