@@ -168,7 +168,8 @@ def look_at(
 def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan | None:
     """Return a plan for the measured demand with headroom. Where GPUs are too few for it, the present
     placement is repaired, with the same GPUs if they will do, or packed anew if the packer has a plan that
-    needs fewer than repairing. Where they are too many, it is packed anew; None if that needs no fewer."""
+    needs fewer than repairing. Where they are too many, it is packed anew; None if that needs no fewer, or if
+    the packer finds no plan."""
     wanted = replace(
         demand,
         adapters=tuple(replace(each, rate_rps=each.rate_rps * HEADROOM) for each in demand.adapters),
@@ -184,6 +185,8 @@ def plan_again(plan: Plan, look: Look, demand: Demand, profile: Profile) -> Plan
     try:
         least = make(packer=packer, num_gpus=None)
     except PlanError:
+        if look.verdict is Finding.TOO_LARGE:
+            return None
         if repaired is None:
             raise
         return repaired

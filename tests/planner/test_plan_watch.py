@@ -208,6 +208,16 @@ def test_a_repaired_plan_is_proposed_where_the_packer_has_none(tmp_path: Path) -
     assert [len(gpu.adapters) for gpu in read_plan(out).gpus] == [1, 1, 1]
 
 
+def test_a_packer_without_a_plan_leaves_the_gpus_as_they_are(tmp_path: Path) -> None:
+    """As above, with a GPU for each adapter already, and far less asked for than planned."""
+    gpus = tuple((name,) for name in "abc")
+    plan = replace(plan_of(*gpus, rate_rps=64.0), packer="random")
+    found = look(tmp_path, plan, fleet_of(dict.fromkeys("abc", 32.0), *gpus))
+    assert found.exit_code == 0, found
+    assert "fewer GPUs may do" in found.output
+    assert "3 GPUs are needed for 1.25 times that, as now" in found.output
+
+
 def test_an_adapter_that_no_gpu_serves_is_left_out_of_the_proposal(tmp_path: Path) -> None:
     out, gpus = tmp_path / "proposed.json", (("a", "b", "huge"), ("c",))
     measured, placed = demand_of(dict.fromkeys("abc", 0.1)), placement_of_fleet(*gpus)
