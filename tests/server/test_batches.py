@@ -270,13 +270,15 @@ def test_bad_batches_are_refused(client: openai.OpenAI) -> None:
         given = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
         client.batches.create(**{**given, **fields})
 
-    with pytest.raises(openai.NotFoundError, match="there is no file"):
+    with pytest.raises(openai.NotFoundError, match="there is no file") as refused:
         create()
+    assert refused.value.param == "input_file_id"
     for fields, message in (
         ({"endpoint": "/v1/embeddings"}, "send /v1/chat/completions, /v1/completions or /v1/responses"),
         ({"completion_window": "1 day"}, "'1 day'; give minutes, hours or days, such as 90m, 24h or 30d"),
         ({"completion_window": "31d"}, "at most 30d"),
-        ({"metadata": {"k": "x" * 513}}, "metadata"),
+        ({"metadata": {"k": "x" * 513}}, "must be a string of at most 512 characters"),
+        ({"metadata": {"k" * 65: "x"}}, "a key of metadata must be a string of at most 64 characters"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             create(**fields)

@@ -177,16 +177,14 @@ class OwnedFiles:
             write_whole(self.folder / f"{file.id}.json", msgspec.json.encode(file), mode=_MODE)
         return file
 
-    def file(self, file_id: str) -> FileObject:
-        """Raises NotFoundError."""
+    def file(self, file_id: str, *, param: str = "file_id") -> FileObject:
+        """Raises NotFoundError that blames `param`."""
         found = None
         if _FILE_ID.fullmatch(file_id):
             with storage_errors(self.folder):
                 found = _read(self.folder / f"{file_id}.json", FileObject)
         if found is None:
-            raise NotFoundError(
-                f"there is no file {file_id[:64]!r}; GET /v1/files lists them", param="file_id"
-            )
+            raise NotFoundError(f"there is no file {file_id[:64]!r}; GET /v1/files lists them", param=param)
         return found
 
     def files(self, query: FilesQuery) -> tuple[list[FileObject], bool]:
@@ -219,7 +217,7 @@ class OwnedFiles:
 
     def create_batch(self, batch: BatchObject) -> BatchObject:
         """Raises NotFoundError without its input, and ConflictError if too many are open."""
-        self.file(batch.input_file_id)
+        self.file(batch.input_file_id, param="input_file_id")
         limit = self.store.limits.max_open_batches
         if len(list(self._open())) >= limit:
             raise ConflictError(
