@@ -15,6 +15,7 @@ import typer
 from loraplex.cli import fleet_live
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.configured import from_environment
+from loraplex.cli.durations import Duration, duration_option
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_conditions import conditions_of
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
@@ -75,7 +76,10 @@ _Policies = Annotated[
     ),
 ]
 _Period = Annotated[
-    float, typer.Option("--period", help="Seconds between plans of where adapters are placed.")
+    Duration,
+    duration_option(
+        "--period", least=_SHORTEST_PERIOD_S, text="The time between plans of where adapters are placed."
+    ),
 ]
 _Link = Annotated[
     str | None,
@@ -123,7 +127,7 @@ def simulate(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: _Period = 60.0,
+    period: _Period = Duration(60),
     link: _Link = None,
     costs: _Costs = "steps",
     warm: _Warm = False,
@@ -218,7 +222,7 @@ def compare(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: _Period = 60.0,
+    period: _Period = Duration(60),
     link: _Link = None,
     costs: _Costs = "steps",
     warm: _Warm = False,
@@ -295,7 +299,7 @@ def capacity(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: _Period = 60.0,
+    period: _Period = Duration(60),
     link: _Link = None,
     costs: _Costs = "steps",
     warm: _Warm = False,
@@ -460,10 +464,6 @@ def _inputs(
         raise typer.BadParameter(
             f"at {link} an adapter takes minutes; give 1MB/s or more", param_hint="--link"
         )
-    if not _SHORTEST_PERIOD_S <= period < math.inf:
-        raise typer.BadParameter(
-            f"must be {_SHORTEST_PERIOD_S:g} seconds or more, and not {period:g}", param_hint="--period"
-        )
     if not 1 <= replicas <= _MOST_REPLICAS:
         raise typer.BadParameter(
             f"must be at least 1 and at most {_MOST_REPLICAS:,}, not {replicas:,}", param_hint="--replicas"
@@ -488,7 +488,7 @@ def _inputs(
             num_replicas=replicas,
             replay=replay_options,
             slo=asked.slo(lambda: base_times(found, requests, replay_options)),
-            period_s=period,
+            period_s=float(period),
             link=speed,
             adapter_bytes=adapter_bytes,
             cost_form=CostForm(costs),
