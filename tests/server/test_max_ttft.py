@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -379,6 +380,24 @@ def test_a_fleet_predicts_by_the_replica_that_its_router_would_choose() -> None:
     assert predicted.ttft_s > idle.ttft_s
     assert requests.forecast("never added", 100, NOBODY) is None
     assert [event.replica for event in events if isinstance(event, Sent)][:3] == [0, 1, 2]
+
+
+def test_a_fleet_counts_the_requests_of_tenants_by_replica() -> None:
+    requests, events = requests_of(FakeReplica(busy()), FakeReplica())
+    routing = requests.routing
+    assert routing is not None
+    request = replace(request_of("r1"), tenant="acme")
+
+    async def scenario() -> None:
+        async for _ in requests.generate(request):
+            counts.append(dict(routing.view.load.of_tenant("acme")))
+
+    counts: list[dict[int, int]] = []
+    asyncio.run(scenario())
+    sent = [event for event in events if isinstance(event, Sent)]
+    assert [event.tenant for event in sent] == ["acme", "acme"], "again, by another replica"
+    assert counts == [{sent[-1].replica: 1}]
+    assert routing.view.load.of_tenant("acme") == {}
 
 
 def test_a_fleet_without_replicas_predicts_nothing() -> None:
