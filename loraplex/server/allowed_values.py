@@ -18,7 +18,7 @@ from loraplex.core.words import plural
 _STEP: Final = re.compile(r"\[([^\]]*)\]|([^.\[\]]+)")
 _MAX_QUOTED_CHARS: Final = 100
 _TYPES: Final[dict[type[Any], inspect.Type]] = {}
-"""What has been looked at: that takes ten milliseconds for a chat request."""
+"""Types by the class that was looked at: for a chat request, that takes ten milliseconds."""
 
 
 def allowed_at(kind: type[Any], path: str, *, for_key: bool = False) -> str | None:
