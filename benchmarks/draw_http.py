@@ -4,7 +4,8 @@
     python -m benchmarks.draw_http --check    exit 1 if the picture shows other figures (`make test`)
 
 Reads results/http_compare.json, writes docs/images/http-compare.svg. The file contains a digest of the
-figures that it shows, so that it can be checked with any version of matplotlib.
+figures that it shows, so that it can be checked with any version of matplotlib. A line joins two points only
+if nothing between them was left out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,20 +87,22 @@ def _draw(axis: Axes, result: dict[str, Any], load: str, name: str) -> None:
     numbers = numbers_of_adapters(found.values())
     places = {number: place for place, number in enumerate(numbers)}
     for server, section in found.items():
+        found_at = {number: figure(section, number, load, name) for number in numbers}
+        # A line has a gap at NaN: it does not join numbers between which others were not measured.
         points = [
-            (places[number], value)
-            for number in numbers
-            if (value := figure(section, number, load, name)) is not None
+            (places[number], math.nan if value is None else value) for number, value in found_at.items()
         ]
-        if not points:
+        if all(math.isnan(value) for _, value in points):
             continue
         color = COLORS[server]
         if server == "vllm":  # it serves the base model only: one value, drawn across for comparison
-            axis.axhline(points[0][1], color=color, linestyle="--", linewidth=1.2)
-            axis.plot(*points[0], "s", color=color, label=LABELS[server])
+            place, value = next(point for point in points if not math.isnan(point[1]))
+            axis.axhline(value, color=color, linestyle="--", linewidth=1.2)
+            axis.plot(place, value, "s", color=color, label=LABELS[server])
         else:
             axis.plot(*zip(*points, strict=True), "o-", color=color, label=LABELS[server])
-    _scale(axis, [value for line in axis.get_lines() for value in np.atleast_1d(line.get_ydata())])
+    values = np.concatenate([np.atleast_1d(line.get_ydata()) for line in axis.get_lines()])
+    _scale(axis, values[~np.isnan(values)].tolist())
     axis.set_xticks(list(places.values()), ["base" if number == 0 else str(number) for number in numbers])
     axis.set_xlabel("adapters that requests ask for at random", fontsize=8)
     axis.grid(alpha=0.3)

@@ -51,8 +51,8 @@ def summary(result: Result) -> str:
     parameters = next(iter(found.values()))["parameters"]
     steady, saturated = _load(result, STEADY), _load(result, SATURATED)
     figures = [
-        f"{_title(name, section)}: {_throughput(section, most)} with {saturated}, first token after "
-        f"{_plain(section, most, STEADY, 'ttft_ms_mean', '.1f')} ms on average at {steady}"
+        f"{_title(name, section)}: {_throughput(section, most)} with {saturated}, first token within "
+        f"{_plain(section, most, STEADY, 'ttft_ms_p95', '.1f')} ms (p95) at {steady}"
         for name, section in found.items()
         if cell(section, most, SATURATED)
     ]

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Final, Union, get_args, get_origin, get_type_hints
 
+from loraplex.cli.durations import Duration
 from loraplex.core.errors import UserError
 
 MAX_FILE_BYTES: Final = 1 << 20
@@ -185,6 +186,9 @@ def _mismatch(value: Any, kind: Any) -> str | None:
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return None if is_number else "a number"
+    if kind is Duration and not isinstance(value, str):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if is_number else "a time such as '2s', or a number of seconds"
     return None if isinstance(value, str) else "a string"
 
 

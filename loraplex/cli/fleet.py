@@ -15,6 +15,7 @@ from loraplex.cli import fleet_live
 from loraplex.cli import fleet_options as option
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay
 from loraplex.cli.configured import from_environment
+from loraplex.cli.durations import Duration
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_conditions import conditions_of
 from loraplex.cli.fleet_inputs import (
@@ -88,7 +89,7 @@ def simulate(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: option.Period = 60.0,
+    period: option.Period = Duration(60),
     link: option.Link = None,
     costs: option.Costs = "steps",
     warm: option.Warm = False,
@@ -176,7 +177,7 @@ def compare(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: option.Period = 60.0,
+    period: option.Period = Duration(60),
     link: option.Link = None,
     costs: option.Costs = "steps",
     warm: option.Warm = False,
@@ -253,7 +254,7 @@ def capacity(
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
-    period: option.Period = 60.0,
+    period: option.Period = Duration(60),
     link: option.Link = None,
     costs: option.Costs = "steps",
     warm: option.Warm = False,

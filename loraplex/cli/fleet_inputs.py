@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from loraplex.fleet.policy import Policy
     from loraplex.twin.fleet_compare import FleetInputs
 
-_SHORTEST_PERIOD_S: Final = 0.1
 _SLOWEST_LINK: Final = 1e6
 _MOST_REPLICAS: Final = 10_000
 _MANY_ADAPTERS: Final = 100_000
@@ -92,10 +91,6 @@ def fleet_inputs(
         raise typer.BadParameter(
             f"at {link} an adapter takes minutes; give 1MB/s or more", param_hint="--link"
         )
-    if not _SHORTEST_PERIOD_S <= period < math.inf:
-        raise typer.BadParameter(
-            f"must be {_SHORTEST_PERIOD_S:g} seconds or more, and not {period:g}", param_hint="--period"
-        )
     if not 1 <= replicas <= _MOST_REPLICAS:
         raise typer.BadParameter(
             f"must be at least 1 and at most {_MOST_REPLICAS:,}, not {replicas:,}", param_hint="--replicas"
@@ -120,7 +115,7 @@ def fleet_inputs(
             num_replicas=replicas,
             replay=replay_options,
             slo=asked.slo(lambda: base_times(found, requests, replay_options)),
-            period_s=period,
+            period_s=float(period),
             link=speed,
             adapter_bytes=adapter_bytes,
             cost_form=CostForm(costs),

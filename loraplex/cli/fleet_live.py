@@ -21,6 +21,7 @@ from loraplex.cli import serve_options as option
 from loraplex.cli.applied_plan import plan_lines
 from loraplex.cli.backend_options import refuse_engine_options
 from loraplex.cli.configured import ConfigPath
+from loraplex.cli.durations import Duration
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import WITHOUT_VALUE, takes_options_of
 from loraplex.cli.serve import run_server, serve_options
@@ -78,7 +79,7 @@ def serve(
     replicas: option.Replicas = None,
     routing: option.Routing = "auto",
     placement: option.Placement = None,
-    period: option.Period = 60.0,
+    period: option.Period = Duration(60),
     migrate: option.Migrate = False,
     ray: option.Ray = None,
     backend: option.BackendUrls = None,
@@ -125,7 +126,7 @@ def serve(
         serve_options(**options),
         num_replicas=replicas or _DEFAULT_REPLICAS,
         policy=policy.name,
-        period_s=period,
+        period_s=float(period),
         backends=backends if backend else None,
         ray=None if ray is None else RayPlace(address=_ray_address(ray)),
     )

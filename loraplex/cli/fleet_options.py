@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
+
+from loraplex.cli.durations import Duration, duration_option
+
+SHORTEST_PERIOD_S: Final = 0.1
 
 Replicas = Annotated[int, typer.Option("--replicas", help="How many replicas, all alike.")]
 Policies = Annotated[
@@ -16,7 +20,10 @@ Policies = Annotated[
     ),
 ]
 Period = Annotated[
-    float, typer.Option("--period", help="Seconds between plans of where adapters are placed.")
+    Duration,
+    duration_option(
+        "--period", least=SHORTEST_PERIOD_S, text="The time between plans of where adapters are placed."
+    ),
 ]
 Link = Annotated[
     str | None,

@@ -12,6 +12,7 @@ import typer
 
 from loraplex.cli import plan_apply
 from loraplex.cli import plan_options as option
+from loraplex.cli.durations import parse_duration
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import (
     check_picture,
@@ -27,7 +28,6 @@ from loraplex.cli.plan_show import figures_of, show_adapters, show_alternatives,
 from loraplex.cli.plan_train import train
 from loraplex.cli.plan_watch import watch
 from loraplex.cli.server_calls import ApiKey
-from loraplex.cli.slo import parse_seconds
 from loraplex.cli.twin_options import JsonPath, ProfilePath, read_profile_of
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import unknown_name
@@ -230,8 +230,8 @@ def _objective_of(slo_ttft: str | None, slo_itl: str | None) -> Objective:
     from loraplex.planner.objectives import Objective
 
     return Objective(
-        ttft_s=None if slo_ttft is None else parse_seconds(slo_ttft, "--slo-ttft", "10s or 500ms"),
-        itl_s=None if slo_itl is None else parse_seconds(slo_itl, "--slo-itl", "30ms or 0.03s"),
+        ttft_s=None if slo_ttft is None else parse_duration(slo_ttft, "--slo-ttft"),
+        itl_s=None if slo_itl is None else parse_duration(slo_itl, "--slo-itl"),
     )
 
 

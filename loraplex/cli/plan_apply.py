@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli.durations import Duration, duration_option
 from loraplex.cli.engine_of_plan import warn_of_other_engine
 from loraplex.cli.measured_demand import engine_at
 from loraplex.cli.placement_calls import body_of, give, placement_at
 from loraplex.cli.placement_calls import release as release_placement
-from loraplex.cli.plan_demand import check_finite
 from loraplex.cli.plan_profile import PlanProfile, profile_of_plan
 from loraplex.cli.plan_show import unit_of
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
@@ -63,8 +63,8 @@ def apply(
         bool, typer.Option("--force", help="Do not simulate the plan before; it may starve.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0, max=86400, help="Seconds to wait until the fleet has carried it out.")
-    ] = 600.0,
+        Duration, duration_option(most=86400, text="How long to wait until the fleet has carried it out.")
+    ] = Duration(600),
     vllm_commands: Annotated[
         bool,
         typer.Option(
@@ -91,7 +91,6 @@ def apply(
     """
     from loraplex.planner.plan_file import read_plan
 
-    check_finite(timeout=timeout)
     read = read_plan(plan)
     if vllm_commands:
         if dry_run:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from loraplex.cli.durations import Duration, duration_option
 from loraplex.cli.engine_of_plan import warn_of_other_engine
 from loraplex.cli.json_out import check_writable, files_saved, save_json, save_text
 from loraplex.cli.measured_demand import measured_demand
 from loraplex.cli.placement_calls import check_num_gpus, placement_at
 from loraplex.cli.plan_apply import PlanPath
-from loraplex.cli.plan_demand import check_finite
 from loraplex.cli.plan_profile import PlanProfile, profile_of_plan
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, BaseUrl
 from loraplex.cli.twin_options import JsonPath
@@ -56,8 +56,8 @@ def watch(
     api_key: ApiKey = None,
     profile: PlanProfile = None,
     every: Annotated[
-        float, typer.Option(min=1, max=86400, help="Seconds between looks at what was asked for.")
-    ] = 300.0,
+        Duration, duration_option(least=1, most=86400, text="The time between looks at what was asked for.")
+    ] = Duration(300),
     once: Annotated[
         bool, typer.Option("--once", help="Look once; the exit status is 4 if another plan is proposed.")
     ] = False,
@@ -69,7 +69,6 @@ def watch(
     That is when a GPU starves or misses a limit in the twin, or when fewer GPUs would do. Says what moving
     costs and gains, and applies nothing.
     """
-    check_finite(every=every)
     check_writable(out, "--out", inputs=(plan,))
     check_writable(json_out, inputs=tuple(path for path in (plan, out) if path is not None))
     from loraplex.planner.plan_file import read_plan

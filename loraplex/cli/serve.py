@@ -14,6 +14,7 @@ from loraplex.cli import serve_options as option
 from loraplex.cli.batching_options import BatchingPolicy, MaxDelay, parse_delay
 from loraplex.cli.closed_pipe import outlive_the_reader
 from loraplex.cli.configured import ConfigPath
+from loraplex.cli.durations import Duration
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
 from loraplex.cli.tenant_options import MaxBorrowing, parse_borrowing
@@ -63,9 +64,9 @@ def serve_options(
     max_waiting_tokens: option.MaxWaitingTokens = 4_194_304,
     max_ttft: option.MaxTtft = None,
     max_connections: option.MaxConnections = 8192,
-    shutdown_grace: option.ShutdownGrace = 5.0,
+    shutdown_grace: option.ShutdownGrace = Duration(5),
     no_shadow_twin: option.NoShadowTwin = False,
-    shadow_twin_every: option.ShadowTwinEvery = 30.0,
+    shadow_twin_every: option.ShadowTwinEvery = Duration(30),
     otlp_endpoint: option.OtlpEndpoint = None,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
@@ -85,10 +86,9 @@ def serve_options(
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
     max_delay = parse_delay(max_delay_by_grouping, batching)
-    max_ttft_s = option.parse_max_ttft(max_ttft, batching)
+    option.refuse_max_ttft_with(batching, max_ttft)
     borrowing = parse_borrowing(max_borrowing)
     option.refuse_tenants_with(batching, tenants, borrowing)
-    twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.remote import locate_adapter
     from loraplex.engine.options import EngineOptions
@@ -135,7 +135,7 @@ def serve_options(
         waiting=WaitingLimits(
             max_requests=max_waiting,
             max_tokens=max_waiting_tokens,
-            max_ttft_s=max_ttft_s,
+            max_ttft_s=None if max_ttft is None else float(max_ttft),
             max_borrowing=borrowing,
         ),
         connections=ConnectionLimits(max_connections=max_connections),
@@ -144,8 +144,8 @@ def serve_options(
             reasoning_parser=reasoning_parser,
             trusts_templates=trust_request_chat_template,
         ),
-        shutdown_grace_s=shutdown_grace,
-        shadow_twin_s=None if no_shadow_twin else twin_s,
+        shutdown_grace_s=float(shutdown_grace),
+        shadow_twin_s=None if no_shadow_twin else float(shadow_twin_every),
         otlp_endpoint=None if otlp_endpoint is None else option.parse_otlp_endpoint(otlp_endpoint),
     )
 

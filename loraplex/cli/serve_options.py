@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from loraplex.adapters.names import validate_adapter_name
+from loraplex.cli.durations import Duration, duration_option
 from loraplex.cli.sizes import parse_size
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
@@ -101,7 +101,7 @@ Placement = Annotated[
     ),
 ]
 Period = Annotated[
-    float, typer.Option("--period", min=1.0, help="Seconds after which adapters are placed again.")
+    Duration, duration_option("--period", least=1.0, text="The time after which adapters are placed again.")
 ]
 Migrate = Annotated[
     bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
@@ -242,10 +242,11 @@ MaxWaitingTokens = Annotated[
     int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens that may wait, likewise.")
 ]
 MaxTtft = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="Refuse a request with 429 if its first token is predicted to take longer; no bound by default.",
+    Duration | None,
+    duration_option(
+        may_be_least=False,
+        text="Refuse a request with 429 if its first token is predicted to take longer, e.g. 2s; no bound by "
+        "default.",
     ),
 ]
 NoShadowTwin = Annotated[
@@ -256,7 +257,7 @@ NoShadowTwin = Annotated[
         "beside what was measured.",
     ),
 ]
-ShadowTwinEvery = Annotated[float, typer.Option(metavar="SECONDS", help="How often they are replayed.")]
+ShadowTwinEvery = Annotated[Duration, duration_option(least=1.0, text="How often they are replayed.")]
 OtlpEndpoint = Annotated[
     str | None,
     typer.Option(
@@ -269,11 +270,9 @@ MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
 ShutdownGrace = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        metavar="SECONDS",
-        help="How long requests in flight may go on after SIGTERM or SIGINT before they are cancelled.",
+    Duration,
+    duration_option(
+        text="How long requests in flight may go on after SIGTERM or SIGINT before they are cancelled."
     ),
 ]
 ApiKeys = Annotated[
@@ -361,15 +360,6 @@ def parse_size_or_none(text: str | None, option: str) -> int | None:
     return None if text is None else parse_size(text, option)
 
 
-def parse_seconds(seconds: float, option: str, *, at_least: float = 0.0) -> float:
-    """Return seconds that are finite and above 0, or at least `at_least`."""
-    is_enough = seconds >= at_least if at_least else seconds > 0
-    if not is_enough or seconds == math.inf:  # NaN is neither
-        least = f"at least {at_least:g}" if at_least else "above 0"
-        raise typer.BadParameter(f"{seconds:g} is no time; give seconds {least}", param_hint=option)
-    return seconds
-
-
 def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:
     if any(not key.strip() for key in keys or ()):
         raise typer.BadParameter("a key must not be empty", param_hint=option)
@@ -412,13 +402,11 @@ def parse_otlp_endpoint(url: str) -> str:
         raise typer.BadParameter(str(error), param_hint="--otlp-endpoint") from None
 
 
-def parse_max_ttft(seconds: float | None, batching: Batching) -> float | None:
-    """Return the seconds of `--max-ttft`, if given. Raises a usage error, also for a policy under which first
-    tokens cannot be predicted."""
+def refuse_max_ttft_with(batching: Batching, seconds: float | None) -> None:
+    """Refuse `--max-ttft` under a policy with which first tokens cannot be predicted."""
     if seconds is not None and not batching.knows_tenants:
         raise typer.BadParameter(
             f"with --batching {batching}, first tokens cannot be predicted; leave it out, or choose fcfs, "
             "grouped or auto",
             param_hint="--max-ttft",
         )
-    return None if seconds is None else parse_seconds(seconds, "--max-ttft")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from loraplex.cli.durations import parse_duration
 from loraplex.twin.slo import Slo
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class AskedSlo(NamedTuple):
 
 def parse_slo(slo_tpt: str | None, slo_tpot: str | None, slo_ttft: str | None) -> AskedSlo:
     """Parse all options. Raises a usage error that names the wrong one."""
-    ttft_s = None if slo_ttft is None else parse_seconds(slo_ttft, "--slo-ttft", "10s or 500ms")
+    ttft_s = None if slo_ttft is None else parse_duration(slo_ttft, "--slo-ttft")
     tpot = None if slo_tpot is None else _parse_pace(slo_tpot, "--slo-tpot")
     if slo_tpt is None:
         slo_tpt = _DEFAULT_TPT if slo_tpot is None and slo_ttft is None else None
@@ -82,16 +83,6 @@ def parse_slo(slo_tpt: str | None, slo_tpot: str | None, slo_ttft: str | None) -
 
 def _parse_pace(text: str, option: str) -> _Limit:
     return _parse(text, option, "1.5x for a multiple of what the base model takes alone, or 30ms or 0.03s")
-
-
-def parse_seconds(text: str, option: str, examples: str) -> float:
-    """Parse a limit that cannot be a multiple. Raises a usage error that names the option."""
-    amount, unit = _parse(text, option, examples)
-    if unit == _MULTIPLE:
-        raise typer.BadParameter(
-            f"{text!r} is a multiple, which has no meaning here; write {examples}", param_hint=option
-        )
-    return amount / _PER_SECOND[unit]
 
 
 def _parse(text: str, option: str, examples: str) -> _Limit:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
+from loraplex.cli.durations import Duration, duration_option, parse_duration
 from loraplex.core.tenants import TENANT_NAMES, TenantPolicy, is_tenant_name
-
-_UNITS: Final = {"ms": 1e-3, "s": 1.0}
 
 MaxBorrowing = Annotated[
     str | None,
@@ -31,11 +30,11 @@ Tenants = Annotated[
     ),
 ]
 MaxTtft = Annotated[
-    str | None,
-    typer.Option(
+    Duration | None,
+    duration_option(
         "--max-ttft",
-        metavar="TIME",
-        help="Refuse requests whose first token is predicted to take longer, e.g. 2s, as a server does.",
+        may_be_least=False,
+        text="Refuse requests whose first token is predicted to take longer, e.g. 2s, as a server does.",
     ),
 ]
 
@@ -48,19 +47,6 @@ def parse_borrowing(text: str | None) -> float | None:
     if number is None or not 0 <= number < math.inf:
         raise typer.BadParameter(f"{text!r} is no share; write it like 10%", param_hint="--max-borrowing")
     return number / 100 if percent else number
-
-
-def parse_time(text: str | None, option: str) -> float | None:
-    """Return the seconds of a text such as `2s` or `50ms`; a number alone counts seconds. Raises a usage
-    error."""
-    if text is None:
-        return None
-    stripped = text.strip()
-    unit = next((each for each in _UNITS if stripped.endswith(each)), "")
-    number = _number(stripped.removesuffix(unit))
-    if number is None or not 0 < number < math.inf:
-        raise typer.BadParameter(f"{text!r} is no time; write it like 2s or 50ms", param_hint=option)
-    return number * _UNITS.get(unit, 1.0)
 
 
 def parse_tenants(texts: Sequence[str] | None) -> tuple[TenantPolicy, ...]:
@@ -108,7 +94,7 @@ def _priority(text: str) -> int | None:
 
 
 def _time(text: str) -> float | None:
-    return parse_time(text, "--tenant")
+    return parse_duration(text, "--tenant")
 
 
 def _number(text: str) -> float | None:

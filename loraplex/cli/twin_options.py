@@ -13,7 +13,7 @@ from loraplex.cli.batching_options import parse_delay
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.cli.sizes import parse_size
-from loraplex.cli.tenant_options import parse_borrowing, parse_tenants, parse_time
+from loraplex.cli.tenant_options import parse_borrowing, parse_tenants
 from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import UserError
@@ -130,7 +130,7 @@ class TwinOptions:
     max_delay: str | None = None
     tenants: list[str] | None = None
     max_borrowing: str | None = None
-    max_ttft: str | None = None
+    max_ttft: float | None = None
     kv_swap_memory: str | None = None
 
 
@@ -197,7 +197,7 @@ def read_inputs(
         max_delay=parse_delay(options.max_delay, options.batching),
         tenants=parse_tenants(options.tenants),
         max_borrowing=parse_borrowing(options.max_borrowing),
-        max_ttft_s=parse_time(options.max_ttft, "--max-ttft"),
+        max_ttft_s=None if options.max_ttft is None else float(options.max_ttft),
         kv_swap_bytes=0 if swap is None else parse_size(swap, "--kv-swap-memory"),
     )
     if engine is None:

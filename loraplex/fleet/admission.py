@@ -26,9 +26,10 @@ _MIN_SHARE: Final = 0.25
 
 class Bounded(NamedTuple):
     """A tenant that runs more than it is due only as far as others keep their pace (`core.due_places`), in
-    the whole fleet. `num_before`: its requests that run, and those that wait before the one asked about.
-    `due`: how many it is due to run. `bound`, `paces_s`: see `longest_step_s`."""
+    the whole fleet. `tenant`: its name. `num_before`: its requests that run, and those that wait before the
+    one asked about. `due`: how many it is due to run. `bound`, `paces_s`: see `longest_step_s`."""
 
+    tenant: str
     num_before: int
     due: float
     bound: float | None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple, Protocol
 
 from loraplex.core.errors import UserError
+from loraplex.core.tenants import NO_TENANT
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
@@ -123,14 +124,15 @@ class Controller:
         adapter: int | None,
         prompt_tokens: int,
         output_tokens: int | None = None,
+        tenant: str = NO_TENANT,
     ) -> int:
         """Return the replica that serves a request, to whose load it belongs from now on. `output_tokens`:
-        the length of its answer, if known.
+        the length of its answer, if known. `tenant`: whose it is.
 
         Raises UserError for an adapter that the fleet does not have, and CapacityError while no replica
         accepts requests.
         """
-        request = self.request_of(adapter, prompt_tokens, output_tokens)
+        request = self.request_of(adapter, prompt_tokens, output_tokens, tenant)
         assert self._since_s is not None, "the fleet has not begun to serve"
         replica = self._router.choose(request, self.view)
         self.view.load.sent(request_id, request, replica)
@@ -141,14 +143,18 @@ class Controller:
         return replica
 
     def request_of(
-        self, adapter: int | None, prompt_tokens: int, output_tokens: int | None = None
+        self,
+        adapter: int | None,
+        prompt_tokens: int,
+        output_tokens: int | None = None,
+        tenant: str = NO_TENANT,
     ) -> RoutedRequest:
         """Return a request as routers see it. Raises UserError for an adapter that the fleet does not
         have."""
         if adapter is None:
-            return RoutedRequest(None, 0, prompt_tokens, output_tokens)
+            return RoutedRequest(None, 0, prompt_tokens, output_tokens, tenant)
         _check_known("adapter", adapter, len(self._ranks))
-        return RoutedRequest(adapter, self._ranks[adapter], prompt_tokens, output_tokens)
+        return RoutedRequest(adapter, self._ranks[adapter], prompt_tokens, output_tokens, tenant)
 
     def would_choose(self, request: RoutedRequest) -> int:
         """Return the replica that a request would be sent to now, without changing anything. Raises

@@ -69,11 +69,10 @@ def _own_room_s(
     bounded: Bounded, before: RequestSets, view: FleetView, replica: int, num_replicas: int
 ) -> float:
     """Return the seconds until a bounded tenant may run one more request. `before`: those that run, and wait
-    before it. `num_replicas`: how many share the tenant's requests evenly."""
+    before it. `num_replicas`: how many accept requests."""
     load, costs = view.load, view.costs
     most = int(load.max_running[replica])
-    num_own = math.ceil(bounded.num_before / num_replicas)
-    num_due = math.ceil(max(bounded.due / num_replicas, 1.0))
+    num_own, num_due = _of_replica(bounded, view, replica, num_replicas)
     if num_own < num_due:
         return 0.0
     num_others = min(max(float(before.num_requests[0]) - num_own, 0.0), most - 1)
@@ -95,6 +94,19 @@ def _own_room_s(
     places = num_due - 1 + num_allowed
     num_too_many = num_own + 1 - places
     return max(num_too_many, 0) / places * load.answers.mean_tokens * float(steps_s[num_allowed - 1])
+
+
+def _of_replica(bounded: Bounded, view: FleetView, replica: int, num_replicas: int) -> tuple[int, int]:
+    """Return how many requests a bounded tenant has on a replica before the one asked about, and how many it
+    is due to run there: each replica bounds it by the others that it has itself."""
+    num_all, own = view.load.everything.num_requests, view.load.of_tenant(bounded.tenant)
+    own_here, num_sent = own.get(replica, 0), sum(own.values())
+    # Of those sent, some may come after the one asked about; those not sent are shared evenly.
+    num_own = own_here * min(bounded.num_before / max(num_sent, 1), 1.0)
+    num_own += max(bounded.num_before - num_sent, 0) / num_replicas
+    num_others, others_here = float(num_all.sum()) - num_sent, float(num_all[replica]) - own_here
+    part = others_here / num_others if num_others > 0 else 1 / num_replicas
+    return math.ceil(num_own), math.ceil(max(part * bounded.due, 1.0))
 
 
 def _unsent(view: FleetView, admitted: Admitted) -> Admitted:

@@ -134,13 +134,12 @@ class LiveController(Controller):
 
     # ---- decisions
 
-    def send(self, request_id: Hashable, adapter: int | None, prompt_tokens: int, replica: int) -> None:
-        """Count a request as the load of a replica that it moves to. `prompt_tokens` includes its output so
-        far. The planner counted its tokens when it arrived."""
-        request = RoutedRequest(adapter, 0 if adapter is None else self._ranks[adapter], prompt_tokens)
+    def send(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
+        """Count a request as the load of a replica that it moves to. Its `prompt_tokens` include its output
+        so far. The planner counted its tokens when it arrived."""
         load_s = self._load_s(request, replica)
         self.view.load.sent(request_id, request, replica)
-        self._factor.record_migration(self._prefill.seconds(prompt_tokens) + load_s)
+        self._factor.record_migration(self._prefill.seconds(request.prompt_tokens) + load_s)
 
     def has_to_decide(self, now_s: float, serving: Set[int]) -> bool:
         """Return whether `decide` has anything to do now."""

@@ -83,7 +83,7 @@ class _RequestColumns:
         self._by_rank: list[dict[int, int]] = [{} for _ in range(table.shape[1])]
 
     def add(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
-        adapter, rank, prompt_tokens, _ = request
+        adapter, rank, prompt_tokens, *_ = request
         self.num_requests[replica] += 1
         self.prompt_tokens[replica] += prompt_tokens
         self.kv_tokens[replica] += kv_tokens
@@ -100,7 +100,7 @@ class _RequestColumns:
             self.num_adapters[replica] += 1
 
     def remove(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
-        adapter, rank, prompt_tokens, _ = request
+        adapter, rank, prompt_tokens, *_ = request
         self.num_requests[replica] -= 1
         self.prompt_tokens[replica] -= prompt_tokens
         # An empty replica must have exactly zero, in spite of rounding.
@@ -166,6 +166,7 @@ class FleetLoad:
         self._all = _RequestColumns(self._table[:, 0])
         self._waiting = _RequestColumns(self._table[:, 1])
         self._open: dict[Hashable, _Open] = {}
+        self._by_tenant: dict[str, dict[int, int]] = {}
         self.everything: Final = RequestSets(*self._table[:, 0])
         self.waiting: Final = RequestSets(*self._table[:, 1])
         # Buffers of `with_one_more`: arrays of this size take longer to allocate than to fill.
@@ -194,6 +195,7 @@ class FleetLoad:
         self._open[request_id] = _Open(request, counted, replica, kv_tokens, False)
         self._all.add(replica, counted, kv_tokens)
         self._waiting.add(replica, counted, kv_tokens)
+        self._count_tenant(request.tenant, replica)
 
     def has_room(self, request: RoutedRequest) -> BoolArray:
         """Return for each replica whether its KV memory holds one more request in addition to all it was
@@ -222,6 +224,10 @@ class FleetLoad:
         self._all.remove(replica, counted, kv_tokens)
         if not is_running:
             self._waiting.remove(replica, counted, kv_tokens)
+        of_tenant = self._by_tenant[request.tenant]
+        _count_down(of_tenant, replica)
+        if not of_tenant:
+            del self._by_tenant[request.tenant]
         if output_tokens is not None:
             self.answers.observe(output_tokens)
         return request
@@ -261,11 +267,19 @@ class FleetLoad:
         any."""
         return self._waiting.by_adapter.get(adapter, _NO_REPLICAS)
 
+    def of_tenant(self, tenant: str) -> Mapping[int, int]:
+        """Return the number of a tenant's requests by replica, for replicas that have any."""
+        return self._by_tenant.get(tenant, _NO_REPLICAS)
+
+    def _count_tenant(self, tenant: str, replica: int) -> None:
+        replicas = self._by_tenant.setdefault(tenant, {})
+        replicas[replica] = replicas.get(replica, 0) + 1
+
     def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
         """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as if the
         request were sent there. `replicas`: distinct and ascending. A result for all replicas is valid only
         until the next call."""
-        adapter, rank, prompt_tokens, _ = request
+        adapter, rank, prompt_tokens, *_ = request
         is_all = len(replicas) == self.num_replicas
         kv_tokens = prompt_tokens + self.output_left(request)
         self._one_more[:] = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
@@ -298,6 +312,7 @@ class FleetLoad:
         for request_id, each in other._open.items():
             self._open[request_id] = each
             self._all.add(each.replica, each.counted, each.kv_tokens)
+            self._count_tenant(each.request.tenant, each.replica)
             if not each.is_running:
                 self._waiting.add(each.replica, each.counted, each.kv_tokens)
 
@@ -318,6 +333,7 @@ class FleetLoad:
         """Assert that the columns equal the sums over the open requests."""
         fresh = FleetLoad(self.limits)
         fresh._take_over(self)
+        assert self._by_tenant == fresh._by_tenant
         assert self._all.by_adapter == fresh._all.by_adapter
         assert self._waiting.by_adapter == fresh._waiting.by_adapter
         for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):

@@ -177,7 +177,8 @@ class WaitingRoom:
         due, bounded = self._bounds(caller.tenant), None
         if due is not None:
             num_before = self._num_running[caller.tenant] + others + sum(line.num_encoded for line in before)
-            bounded = Bounded(num_before, due, self._max_borrowing, self._paces_of_others(caller.tenant))
+            paces_s = self._paces_of_others(caller.tenant)
+            bounded = Bounded(caller.tenant, num_before, due, self._max_borrowing, paces_s)
         part = min(ahead / total, 1.0) if total else 1.0
         return Admitted(self.num_encoded + others, total, part, bounded)
 

@@ -117,6 +117,17 @@ class Administrators:
                 code="operator_only",
             )
 
+    def require_fleet(self, scope: Scope) -> None:
+        """Raise as `require` does unless the sender may change the fleet, which serves all tenants."""
+        if not self._has_tenants:
+            self.require(scope, "replicas and placements")
+        elif not access_of(scope).is_operator:
+            raise ForbiddenError(
+                "this key's tenant may not change replicas or where adapters are placed, which all tenants "
+                "share; ask with an operator's key, of a tenant with `operator = true` in the tenants file",
+                code="operator_only",
+            )
+
     def require_adapter(self, scope: Scope, name: str) -> None:
         """Raise ForbiddenError unless the sender, an administrator, may change the adapter of this name. The
         error is the same whether or not there is one."""
@@ -129,9 +140,9 @@ class Administrators:
                 code="admin_only",
             )
 
-    def require(self, scope: Scope) -> None:
+    def require(self, scope: Scope, what: str = "adapters") -> None:
         """Raise UnauthorizedError or ForbiddenError unless an administrator sent the request. Where there are
-        tenants, `require_adapter` has to follow."""
+        tenants, `require_adapter` has to follow. `what`: what is changed, in words."""
         if self._has_tenants:
             if not access_of(scope).is_administrator:
                 raise ForbiddenError(
@@ -146,17 +157,17 @@ class Administrators:
             return
         if not self._keys:
             raise ForbiddenError(
-                "adapters are changed from the server's own machine only; start the server with --admin-key "
+                f"{what} are changed from the server's own machine only; start the server with --admin-key "
                 "KEY (or LORAPLEX_ADMIN_KEY) and send that key to change them from elsewhere or by a proxy",
                 code="admin_only",
             )
         if any(name == b"authorization" for name, _ in scope["headers"]):
             raise ForbiddenError(
-                "this key may not change adapters; send the one given to the server with --admin-key",
+                f"this key may not change {what}; send the one given to the server with --admin-key",
                 code="admin_only",
             )
         raise UnauthorizedError(
-            "adapters are changed with the admin key; send it as 'Authorization: Bearer KEY'"
+            f"{what} are changed with the admin key; send it as 'Authorization: Bearer KEY'"
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,24 +12,14 @@ import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import EngineClosedError, InvalidRequestError
+from loraplex.server.body_errors import explain, not_json
 from loraplex.server.decoders import decode_json
 from loraplex.server.engine_status import SHUTTING_DOWN
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
 from loraplex.server.json_size import JsonSize, json_size
-from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_NOT_NUMBERS: Final = re.compile(rb"[:\[,]\s*-?(?:NaN|Infinity)\b")
-_BYTE: Final = re.compile(r"\(byte (\d+)\)")
-_AROUND_BYTES: Final = 64
-_LOCATION: Final = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
-_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_WRONG_VALUE: Final = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
-_PATH_PART: Final = re.compile(r"[^.\[\]]+")
-_MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
-_EMPTY: Final = re.compile(r"Expected `(array|str)` of length >= 1")
-_INDEX: Final = re.compile(r"\[[^\]]*\]")
 _MAX_QUOTED_CHARS: Final = 100
 _COUNTED_ABOVE_BYTES: Final = 2**17
 """Size in bytes below which any body is decoded in about a millisecond, so its values are not counted."""
@@ -152,10 +140,9 @@ def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
     try:
         return decode_json(body, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), kind) from None
+        raise explain(str(error), kind, lambda: msgspec.json.decode(body)) from None
     except msgspec.DecodeError as error:
-        hint = _json_hint(body, str(error))
-        raise InvalidRequestError(f"the body is not valid JSON: {error}{hint}") from None
+        raise not_json(body, str(error)) from None
     except UnicodeError:
         raise InvalidRequestError("the body is not valid UTF-8") from None
     except RecursionError:
@@ -168,21 +155,7 @@ def read_query(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.convert(known, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), kind) from None
-
-
-def _json_hint(body: bytes | bytearray, message: str) -> str:
-    """Return a hint at what is probably wrong. `message`: the decoder's error, with the position it stopped
-    at."""
-    if not body.strip():
-        return " (it is empty)"
-    place = _BYTE.search(message)
-    at = 0 if place is None else int(place[1])
-    if _NOT_NUMBERS.search(body[max(at - _AROUND_BYTES, 0) : at + _AROUND_BYTES]):
-        return " (NaN and Infinity are not JSON; leave the field out)"
-    if b"\\ud" in body or b"\\uD" in body:
-        return " (lone surrogates are not characters)"
-    return ""
+        raise explain(str(error), kind, lambda: known) from None
 
 
 def convert_part(value: Any, kind: type[T], where: str) -> T:
@@ -191,47 +164,4 @@ def convert_part(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), kind, where) from None
-
-
-def _explain(message: str, kind: type[msgspec.Struct], part: str = "") -> InvalidRequestError:
-    """Return msgspec's error with the field named as OpenAI does: `messages[0].content`. `part`: where the
-    decoded value is in the body."""
-    location = _LOCATION.search(message)
-    where = _join(part, location[1]) if location else part
-    what = message[: location.start()] if location else message
-    unknown = _UNKNOWN_FIELD.search(what)
-    path = _join(where, unknown[1]) if unknown and unknown[1] in NOT_SUPPORTED else where
-    if refusal := _not_supported(path):
-        return refusal
-    if unknown:
-        name = unknown[1][:_MAX_QUOTED_CHARS]
-        near = difflib.get_close_matches(name, kind.__struct_encode_fields__, n=1) if not where else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return InvalidRequestError(f"unknown field {_join(where, name)!r}{hint}", param=_join(where, name))
-    if missing := _MISSING_FIELD.search(what):
-        name = _join(where, missing[1])
-        return InvalidRequestError(f"{name} is missing", param=name)
-    if empty := _EMPTY.fullmatch(what):
-        least = "item" if empty[1] == "array" else "character"
-        return InvalidRequestError(f"{where} is empty; give at least one {least}", param=where)
-    advice = SUPPORTED_VALUES.get(_INDEX.sub("", where)) or SUPPORTED_VALUES.get(where.rpartition(".")[2])
-    if advice is not None and (wrong := _WRONG_VALUE.search(what)):
-        value = wrong[1][:_MAX_QUOTED_CHARS]
-        return InvalidRequestError(
-            f"`{where}` {value} is not supported by this server; {advice}", param=where
-        )
-    return InvalidRequestError(f"{where}: {what}" if where else what, param=where or None)
-
-
-def _not_supported(where: str) -> InvalidRequestError | None:
-    """Return the refusal of a path that leads to, or into, an unsupported field; None if there is none."""
-    for part in _PATH_PART.finditer(where):
-        if advice := NOT_SUPPORTED.get(part[0]):
-            field = where[: part.end()]
-            return InvalidRequestError(f"`{field}` is not supported by this server; {advice}", param=field)
-    return None
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where and name else where or name
+        raise explain(str(error), kind, lambda: value, where) from None

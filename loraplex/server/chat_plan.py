@@ -42,6 +42,7 @@ def chat_tools(body: ChatRequest, template: str, traits: ToolTraits, options: Ch
         body.tool_choice,
         is_parallel=body.parallel_tool_calls is not False,
         template=template,
+        is_own_template=body.chat_template is not None,
         traits=traits,
         options=options,
     )

@@ -53,8 +53,7 @@ def fleet_router(
     ) -> None:
         @router.post(path, **operation(summary=summary, body=body_type, answer=ReplicaList, errors=_ERRORS))
         async def changed(request: Request) -> Response:
-            administrators.require(request.scope)
-            administrators.require_operator(request.scope)
+            administrators.require_fleet(request.scope)
             async with bodies.read(request, body_type) as body:
                 pass
             asked = msgspec.to_builtins(body)
@@ -115,8 +114,7 @@ def _add_placement(
         ),
     )
     async def give(request: Request) -> Response:
-        administrators.require(request.scope)
-        administrators.require_operator(request.scope)
+        administrators.require_fleet(request.scope)
         async with bodies.read(request, PlacementRequest) as body:
             with audited_replicas(
                 request.scope, clock, adapters=len(body.adapters), dry_run=body.dry_run or None
@@ -131,8 +129,7 @@ def _add_placement(
         ),
     )
     async def release(request: Request) -> Response:
-        administrators.require(request.scope)
-        administrators.require_operator(request.scope)
+        administrators.require_fleet(request.scope)
         with audited_replicas(request.scope, clock):
             await placement.release()
         return json_response(placement.state())

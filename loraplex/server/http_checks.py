@@ -22,13 +22,18 @@ _HEALTH_START: Final = b"GET /health"
 
 def check_header_bytes(num_bytes: int, limits: ConnectionLimits) -> None:
     if num_bytes > limits.max_header_bytes:
-        raise HeadersTooLargeError(f"the request's headers are larger than {limits.max_header_bytes:,} bytes")
+        raise HeadersTooLargeError(
+            f"the request's headers are larger than {limits.max_header_bytes:,} bytes; send fewer or shorter "
+            "ones: cookies and tokens of proxies are often the largest"
+        )
 
 
 def check_header_fields(num_fields: int, limits: ConnectionLimits) -> None:
     if num_fields > limits.max_header_fields:
         limit = limits.max_header_fields
-        raise HeadersTooLargeError(f"the request has more than the {limit:,} header fields it may have")
+        raise HeadersTooLargeError(
+            f"the request has more than the {limit:,} header fields it may have; send fewer"
+        )
 
 
 def check_chunk_bytes(num_bytes: int, limits: ConnectionLimits) -> None:

@@ -39,16 +39,24 @@ taken to be the client's."""
 class Histogram:
     """Counts of observations by bucket; a value equal to an upper bound belongs to that bucket."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("_highest", "bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self._highest = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+        if value > self._highest:
+            self._highest = value
+
+    def take_highest(self) -> float:
+        """Return the highest value observed since the last call; 0 without any."""
+        highest, self._highest = self._highest, 0.0
+        return highest
 
     def add(self, other: Histogram) -> None:
         """Add the counts of another histogram with the same bounds."""
@@ -81,6 +89,7 @@ class Histogram:
     def copy(self) -> Histogram:
         copied = Histogram.__new__(Histogram)
         copied.bounds, copied.counts, copied.total = self.bounds, self.counts[:], self.total
+        copied._highest = self._highest
         return copied
 
     def cumulative(self) -> list[tuple[str, float]]:

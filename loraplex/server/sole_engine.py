@@ -71,7 +71,7 @@ class SoleEngine(EngineClient):
         load = self._load
         if load is None or not _is_known(load, request.adapter):
             return self._unreported(request)
-        load.route(request.request_id, request.adapter, request.num_tokens)
+        load.route(request.request_id, request.adapter, request.num_tokens, tenant=request.tenant)
         return self._reported(request, load)
 
     @asynccontextmanager

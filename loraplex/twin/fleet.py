@@ -187,7 +187,9 @@ class SimulatedFleet:
             self._chosen.append(None)
             return
         output_tokens = request.output_tokens if self._tells_lengths else None
-        chosen = self._controller.route(number, request.adapter, request.prompt_tokens, output_tokens)
+        chosen = self._controller.route(
+            number, request.adapter, request.prompt_tokens, output_tokens, request.tenant
+        )
         replica = self._replicas[chosen]
         self._chosen.append(chosen)
         self._outcomes.append(replica.send(number, request))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -81,7 +82,7 @@ def test_servers_are_rows_and_cells_not_measured_are_empty(result: dict[str, Any
 
 def test_the_summary_has_the_servers_measured_with_most_adapters(result: dict[str, Any]) -> None:
     text = http_tables.summary(result)
-    assert "- loraplex 0.1.0: 8,000 tok/s with 256 at a time, first token after 23.0 ms on average" in text
+    assert "- loraplex 0.1.0: 8,000 tok/s with 256 at a time, first token within 46.0 ms (p95)" in text
     assert "LoRA off" not in text
     assert f"({http_tables.PICTURE})" in text
 
@@ -147,6 +148,17 @@ def test_the_picture_is_the_same_for_the_same_figures(tmp_path: Path, result: di
     assert drawn == (tmp_path / "two.svg").read_text()
     assert "vLLM, LoRA off" in drawn
     assert "vLLM, LoRA on" not in drawn
+
+
+def test_points_are_joined_only_if_nothing_between_them_was_left_out(result: dict[str, Any]) -> None:
+    numbers = (0, 8, 100)
+    runs = [run(number, load, 2000.0, 50.0) for number in numbers for load in ("steady", "saturated")]
+    drawing = draw_http._panels(result | {"vllm-lora": section(runs, [])})
+    for axis in drawing.axes:
+        lines = {line.get_label(): np.asarray(line.get_ydata()) for line in axis.get_lines()}
+        assert np.isnan(lines["loraplex"]).tolist() == [False, True, False]
+        assert not np.isnan(lines["vLLM, LoRA on"]).any()
+        assert axis.get_ylim()[1] > np.nanmax(lines["loraplex"])
 
 
 def test_the_committed_picture_shows_the_committed_figures() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from loraplex.core.shape import ModelShape
+from loraplex.core.tenants import NO_TENANT
 from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.plan import Plan
@@ -111,8 +112,8 @@ class Fleet:
         return [*columns, load.accepts.tolist(), load.answers.mean_tokens, places, self.view.plan]
 
 
-def request_of(adapter: int | None, prompt_tokens: int = 64) -> RoutedRequest:
-    return RoutedRequest(adapter, 0 if adapter is None else RANKS[adapter], prompt_tokens)
+def request_of(adapter: int | None, prompt_tokens: int = 64, tenant: str = NO_TENANT) -> RoutedRequest:
+    return RoutedRequest(adapter, 0 if adapter is None else RANKS[adapter], prompt_tokens, tenant=tenant)
 
 
 def fleet_of(
@@ -169,7 +170,10 @@ def with_room(fleet: Fleet, request: RoutedRequest, replicas: Sequence[int]) -> 
 # ---- drawn by hypothesis
 
 REQUESTS = st.builds(
-    request_of, st.none() | st.integers(0, len(RANKS) - 1), st.integers(1, 40).map(lambda n: 32 * n)
+    request_of,
+    st.none() | st.integers(0, len(RANKS) - 1),
+    st.integers(1, 40).map(lambda n: 32 * n),
+    st.sampled_from(["", "a", "b"]),
 )
 
 

@@ -108,6 +108,12 @@ class AnyLoad(RuleBasedStateMachine):
             assert dict(self.load.in_flight(adapter)) == {each: at.count(each) for each in set(at)}
             assert dict(self.load.waiting_on(adapter)) == {each: queued.count(each) for each in set(queued)}
 
+    @invariant()
+    def requests_of_a_tenant_are_counted_by_replica(self) -> None:
+        for tenant in ("", "a", "b"):
+            at = [each.replica for each in self.open.values() if each.request.tenant == tenant]
+            assert dict(self.load.of_tenant(tenant)) == {each: at.count(each) for each in set(at)}
+
     def teardown(self) -> None:
         """Check that nothing is left when all requests have ended."""
         if not hasattr(self, "load"):

@@ -189,7 +189,7 @@ def bounded_room(bound: float | None, *policies: TenantPolicy) -> WaitingRoom:
 def test_a_bounded_tenant_waits_for_its_own_requests_and_for_all_of_the_others() -> None:
     room = bounded_room(0.0)
     many, one = Caller(tenant="many"), Caller(tenant="one")
-    assert room.before(many).bounded == Bounded(45, 5.0, 0.0)
+    assert room.before(many).bounded == Bounded("many", 45, 5.0, 0.0)
     assert room.before(one).bounded is None
     assert room.before(one, num_tokens=1000).part_before == 0.0
     room.enter(one, 4)
@@ -206,7 +206,7 @@ def test_a_bounded_tenant_waits_for_its_own_requests_and_for_all_of_the_others()
 
 def test_an_objective_of_others_for_the_time_per_token_bounds_too() -> None:
     found = bounded_room(None, TenantPolicy(name="one", slo_tpt=0.02)).before(Caller(tenant="many")).bounded
-    assert found == Bounded(45, 5.0, None, (0.02,))
+    assert found == Bounded("many", 45, 5.0, None, (0.02,))
 
 
 def test_a_tenant_at_its_bound_is_predicted_to_wait_for_a_place() -> None:
@@ -220,18 +220,41 @@ def test_a_tenant_at_its_bound_is_predicted_to_wait_for_a_place() -> None:
         return forecast(request, fleet.view, 0, admitted=admitted, step_tokens=64).ttft_s
 
     free_s = ttft_s(None)
-    assert ttft_s(Bounded(3, 5.0, 0.0)) == free_s
-    waits_s = [ttft_s(Bounded(num_before, 5.0, 0.0)) for num_before in (8, 16, 32)]
+    assert ttft_s(Bounded("many", 3, 5.0, 0.0)) == free_s
+    waits_s = [ttft_s(Bounded("many", num_before, 5.0, 0.0)) for num_before in (8, 16, 32)]
     assert free_s < waits_s[0] < waits_s[1] < waits_s[2]
-    assert ttft_s(Bounded(32, 5.0, 100.0)) < waits_s[2], "a wide bound lets it run more"
-    assert ttft_s(Bounded(32, 5.0, None)) == free_s
+    assert ttft_s(Bounded("many", 32, 5.0, 100.0)) < waits_s[2], "a wide bound lets it run more"
+    assert ttft_s(Bounded("many", 32, 5.0, None)) == free_s
     tpt_s = forecast(request, fleet.view, 0, admitted=Admitted(), step_tokens=64).tpt_s
-    by_pace_s = [ttft_s(Bounded(32, 5.0, None, (tpt_s * part / 100,))) for part in range(1, 200)]
+    by_pace_s = [ttft_s(Bounded("many", 32, 5.0, None, (tpt_s * part / 100,))) for part in range(1, 200)]
     met = next(number for number, wait_s in enumerate(by_pace_s) if wait_s > free_s)
     assert met > 0
     assert set(by_pace_s[:met]) == {free_s}, "an objective that is missed anyway bounds nothing"
     assert by_pace_s[met] == waits_s[2], "one that is just met lets it run what it is due, and no more"
     assert by_pace_s[-1] < waits_s[2]
+
+
+def test_a_tenant_at_its_bound_waits_for_its_requests_on_the_replica_that_it_gets() -> None:
+    """Each replica bounds it by what is there: were those of all replicas taken to be shared evenly, requests
+    of the tenant would gather where the others have few, and the bound would be released elsewhere."""
+    limits = [ReplicaLimits(max_running=64, kv_tokens=1 << 20)] * 2
+    fleet, request = fleet_of(2, limits=limits, costs=COSTS["steps"]), request_of(None, 50)
+    for replica, own, others in ((0, 20, 4), (1, 2, 36)):
+        for tenant in ["many"] * own + ["one"] * others:
+            fleet.send(request_of(None, 100, tenant), replica, is_running=True)
+
+    def wait_s(replica: int, num_before: int) -> float:
+        bounded = Bounded("many", num_before, 10.0, 0.0)
+        admitted = [Admitted(part_before=0.0, bounded=each) for each in (bounded, None)]
+        bounded_s, free_s = (
+            forecast(request, fleet.view, replica, admitted=each, step_tokens=64).ttft_s for each in admitted
+        )
+        return bounded_s - free_s
+
+    assert wait_s(0, 22) > 0, "it is due one of its twenty there"
+    assert wait_s(1, 22) == 0, "and nine there, of which it has two"
+    assert 0 < wait_s(0, 11) < wait_s(0, 22), "half of them come after this one"
+    assert wait_s(1, 60) > 0, "those not sent yet are shared evenly"
 
 
 def test_objectives_of_running_requests_bound_whosever_they_are() -> None:
@@ -242,7 +265,7 @@ def test_objectives_of_running_requests_bound_whosever_they_are() -> None:
     room.encoded(own, [10])
     assert room.before(many).bounded is None, "it waits"
     room.began(own, 10)
-    assert room.before(many).bounded == Bounded(45, 5.0, None, (0.02,))
+    assert room.before(many).bounded == Bounded("many", 45, 5.0, None, (0.02,))
     assert room.before(own).bounded is None
     room.ended(own)
     assert room.before(many).bounded is None

@@ -276,11 +276,66 @@ def test_a_body_that_is_no_good_json_is_refused(api: Api, path: str, body: bytes
         (b" \n", "it is empty"),
         (b'{"model": "base", "temperature": NaN}', "NaN and Infinity are not JSON"),
         (b'{"model": "base", "temperature": -Infinity}', "NaN and Infinity are not JSON"),
+        (b'{"model": "base", "prompt": "a \\ud83d b"}', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\\\\\udc00"}', r"\udc00 is half of a character"),
+        (b'{"model": "base", "prompt": "\\ud83d\\ude00\\uDE00"}', r"\uDE00 is half of a character"),
+        (b'{"model": "base", "prompt": "a \\\\ud83d', "Input data was truncated"),
+        (b'{"model": "base", "prompt": "\\ud83d\\ude', "Input data was truncated"),
+        (b'{"model": "base", "prompt": "\\ud83d\\ude00", }', "trailing comma"),
     ],
     ids=str,
 )
 def test_what_is_no_json_is_told_what_it_is(api: Api, body: bytes, hint: str) -> None:
     assert hint in error_of(api.post("/v1/completions", content=body))["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n must be a whole number from 1 to 128, not 0"),
+        ({"n": 10**200}, "n must be a whole number from 1 to 128, not one of many digits"),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1, not 0"),
+        ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not 'hot'"),
+        ({"stream": "yes"}, "stream must be true or false, not 'yes'"),
+        ({"messages": "hi"}, "messages must be a list of at least 1 item, not 'hi'"),
+        ({"messages": [5]}, "messages[0] must be an object, not 5"),
+        (
+            {"messages": [{"role": 5, "content": "x"}]},
+            "messages[0].role must be 'system', 'developer', 'user', 'assistant' or 'tool', not 5",
+        ),
+        (
+            {"messages": [{"role": "user", "content": {}}]},
+            "messages[0].content must be a string or a list, not an object",
+        ),
+        (
+            {"cache_salt": "x" * 300},
+            "must be a string of 1 to 256 characters, not a string of 300 characters",
+        ),
+        ({"logit_bias": {"1": 101}}, "logit_bias[...] must be a number from -100 to 100"),
+        ({"logit_bias": {"1" * 11: 1}}, "a key of logit_bias must be a string of at most 10 characters"),
+        ({"bad_words": ["a", 5]}, "bad_words[1] must be a string of 1 to "),
+    ],
+)
+def test_a_wrong_value_is_told_what_is_allowed(api: Api, fields: dict[str, Any], message: str) -> None:
+    error = error_of(api.post("/v1/chat/completions", {"model": "base", "messages": USER, **fields}))
+    assert message in error["message"]
+    assert error["param"].startswith(next(iter(fields)))
+
+
+def test_a_wrong_value_before_broken_json_is_told_without_what_came(api: Api) -> None:
+    body = b'{"model": "base", "prompt": "x", "n": 0, "seed": }'
+    assert error_of(api.post("/v1/completions", content=body))["message"] == (
+        "n must be a whole number from 1 to 128"
+    )
+    assert error_of(api.post("/v1/completions", content=b"[]"))["message"] == (
+        "the body must be an object, not an empty list"
+    )
+
+
+def test_a_wrong_value_of_a_query_is_told_what_is_allowed(api: Api) -> None:
+    error = error_of(api.get("/v1/adapters?limit=none"))
+    assert error["message"].startswith("limit must be a whole number from ")
+    assert error["message"].endswith(", not 'none'")
 
 
 def test_an_unknown_model_without_a_near_name_is_told_where_the_names_are(api: Api) -> None:

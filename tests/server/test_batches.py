@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,7 @@ from server_process import wait_until
 from serving_fakes import Script, says
 
 from loraplex.core.tenants import BATCH_PRIORITY
+from loraplex.server.batches import batch_run
 from loraplex.server.batches.objects import ENDED, BatchStatus
 from loraplex.server.batches.runner import BatchRunner
 from loraplex.server.batches.store import BatchLimits
@@ -270,13 +274,15 @@ def test_bad_batches_are_refused(client: openai.OpenAI) -> None:
         given = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
         client.batches.create(**{**given, **fields})
 
-    with pytest.raises(openai.NotFoundError, match="there is no file"):
+    with pytest.raises(openai.NotFoundError, match="there is no file") as refused:
         create()
+    assert refused.value.param == "input_file_id"
     for fields, message in (
         ({"endpoint": "/v1/embeddings"}, "send /v1/chat/completions, /v1/completions or /v1/responses"),
         ({"completion_window": "1 day"}, "'1 day'; give minutes, hours or days, such as 90m, 24h or 30d"),
         ({"completion_window": "31d"}, "at most 30d"),
-        ({"metadata": {"k": "x" * 513}}, "metadata"),
+        ({"metadata": {"k": "x" * 513}}, "must be a string of at most 512 characters"),
+        ({"metadata": {"k" * 65: "x"}}, "a key of metadata must be a string of at most 64 characters"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             create(**fields)
@@ -341,6 +347,44 @@ def test_a_batch_expires(make_served: Callable[..., Served]) -> None:
         assert len(results(client, over.output_file_id)) == 2
         left = results(client, over.error_file_id).values()
         assert [each["error"]["code"] for each in left] == ["batch_expired"] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (errno.ENOSPC, "disk_full", "delete files that you do not need (DELETE /v1/files/ID)"),
+        (errno.EIO, "storage_failed", "ask its operator, whose log says why"),
+    ],
+)
+def test_a_batch_that_waits_for_the_disk_says_why(
+    make_served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, number: int, code: str, told: str
+) -> None:
+    is_full, sync = threading.Event(), os.fsync
+
+    def synced(file: int) -> None:
+        if is_full.is_set() and "batches/" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(number, os.strerror(number))
+        sync(file)
+
+    monkeypatch.setattr(batch_run, "_DISK_RETRY_S", 0.05)
+    with running(make_served()) as client:
+        file = upload(client, line("a"), line("b"))
+        monkeypatch.setattr(os, "fsync", synced)
+        is_full.set()
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        assert batch.waits is None
+
+        def shown() -> Any:
+            return client.batches.retrieve(batch.id).waits
+
+        wait_until(lambda: shown() is not None, "the batch does not say why it waits")
+        assert shown()["code"] == code
+        assert told in shown()["message"]
+        assert "/batches" not in shown()["message"], "paths are the operator's"
+        assert client.batches.list().data[0].waits["code"] == code
+        is_full.clear()
+        over = ended(client, batch.id)
+        assert (over.status, over.request_counts.completed, over.waits) == ("completed", 2, None)
 
 
 def test_few_lines_wait_at_a_time(make_served: Callable[..., Served]) -> None:

@@ -20,6 +20,8 @@ from test_live_server import connect, read_response, request_bytes
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import UserError
 from loraplex.server.connections import ConnectionBook, ConnectionLimits, Places, connections_within
+from loraplex.server.errors import HeadersTooLargeError
+from loraplex.server.http_checks import check_header_bytes, check_header_fields
 
 ServedFactory = Callable[..., Served]
 
@@ -80,6 +82,9 @@ def test_headers_are_bounded_in_size(make_served: ServedFactory) -> None:
     with live(make_served(), ConnectionLimits(max_header_bytes=1000)) as url, connect(url) as large:
         large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000)
         assert error_of(large) == (431, "headers_too_large")
+    for check, number in ((check_header_bytes, 2**20), (check_header_fields, 1000)):
+        with pytest.raises(HeadersTooLargeError, match="; send fewer"):
+            check(number, ConnectionLimits())
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"

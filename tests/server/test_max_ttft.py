@@ -4,18 +4,22 @@ message."""
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 from fake_core import request_of, tokens_of
 from server_fixtures import USER, Api
+from server_process import run_command
 from serving_fakes import says
 from typer.testing import CliRunner
 
+from loraplex.cli.durations import Duration
 from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError
@@ -181,14 +185,40 @@ def test_a_bound_that_an_idle_engine_breaks_is_said_at_the_start() -> None:
 @pytest.mark.parametrize(
     ("option", "given", "least"),
     [
-        *[("--max-ttft", given, "above 0") for given in ("0", "-1", "nan", "inf")],
-        *[("--shadow-twin-every", given, "at least 1") for given in ("0.5", "nan", "inf")],
+        *[("--max-ttft", given, "is no time") for given in ("-1", "nan", "inf", "soon", "2x", "")],
+        *[("--max-ttft", given, "is no time above 0s") for given in ("0", "0ms")],
+        *[("--shadow-twin-every", given, "is no time at least 1s") for given in ("0.5", "500ms")],
+        *[("--shadow-twin-every", given, "is no time") for given in ("nan", "inf")],
+        ("--shutdown-grace", "-1s", "is no time"),
     ],
 )
-def test_seconds_must_be_a_time(command: list[str], option: str, given: str, least: str) -> None:
+def test_a_duration_must_be_a_time(command: list[str], option: str, given: str, least: str) -> None:
     done = CliRunner().invoke(app, [*command, "--model", "x", option, given], env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert f"give seconds {least}" in done.output
+    assert least in done.output
+    assert "write it like 2s or 500ms" in done.output
+
+
+@pytest.mark.parametrize("name", ["serve", "fleet serve"])
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("2s", 2.0), ("0.5", 0.5), ("500ms", 0.5), (".5s", 0.5), (" 2 s ", 2.0), ("1m", 60.0), ("1.5h", 5400.0)],
+)
+def test_durations_have_one_form(name: str, given: str, seconds: float, tmp_path: Path) -> None:
+    shown = json.loads(
+        run_command("config", "show", "--json", *name.split(), "m", "--max-ttft", given).stdout
+    )
+    assert next(row["value"] for row in shown if row["option"] == "--max-ttft") == seconds
+    config = tmp_path / "loraplex.toml"
+    section = name.replace(" ", ".")
+    for value in (f'"{given}"', f"{seconds}"):
+        config.write_text(f"[{section}]\nmax-ttft = {value}\n")
+        told = run_command("config", "show", *name.split(), "m", "--config", str(config)).stdout
+        assert str(Duration(seconds)) in told
+        assert "30s" in told, "a default"
+    config.write_text(f"[{section}]\nmax-ttft = true\n")
+    wrong = run_command("config", "show", *name.split(), "m", "--config", str(config))
+    assert "max-ttft is a time such as '2s', or a number of seconds" in " ".join(wrong.stderr.split())
 
 
 # ---- the time for each later token
@@ -350,6 +380,24 @@ def test_a_fleet_predicts_by_the_replica_that_its_router_would_choose() -> None:
     assert predicted.ttft_s > idle.ttft_s
     assert requests.forecast("never added", 100, NOBODY) is None
     assert [event.replica for event in events if isinstance(event, Sent)][:3] == [0, 1, 2]
+
+
+def test_a_fleet_counts_the_requests_of_tenants_by_replica() -> None:
+    requests, events = requests_of(FakeReplica(busy()), FakeReplica())
+    routing = requests.routing
+    assert routing is not None
+    request = replace(request_of("r1"), tenant="acme")
+
+    async def scenario() -> None:
+        async for _ in requests.generate(request):
+            counts.append(dict(routing.view.load.of_tenant("acme")))
+
+    counts: list[dict[int, int]] = []
+    asyncio.run(scenario())
+    sent = [event for event in events if isinstance(event, Sent)]
+    assert [event.tenant for event in sent] == ["acme", "acme"], "again, by another replica"
+    assert counts == [{sent[-1].replica: 1}]
+    assert routing.view.load.of_tenant("acme") == {}
 
 
 def test_a_fleet_without_replicas_predicts_nothing() -> None:

@@ -181,8 +181,15 @@ def test_history_has_rates_and_latencies_of_the_seconds_before(make_api: ApiFact
     assert [each.at_s for each in samples] == [float(second) for second in range(1, 9)]
     assert {each.tokens_per_s for each in samples} == {30.0}
     assert [each.ttft_s for each in samples] == [None] * 3 + [0.2] * 5
-    assert samples[3].ttft_p95_s == pytest.approx(0.1 + 0.15 * 0.95)
-    assert [each.at_s for each in history.after(6.0)] == [7.0, 8.0]
+    assert [each.ttft_p95_s for each in samples] == [None] * 3 + [0.2] * 5, "no higher than the only one"
+    for ttft_s in [0.11] * 99 + [0.249]:
+        metrics.ttft.observe(ttft_s)
+    clock.advance(1.0)
+    history.sample()
+    high_s = history.after(8.0)[0].ttft_p95_s
+    assert high_s is not None
+    assert 0.11 < high_s < 0.249, "interpolated within its bucket"
+    assert [each.at_s for each in history.after(6.0)] == [7.0, 8.0, 9.0]
 
 
 def test_requests_in_flight_are_counted_by_whether_they_have_a_token(make_api: ApiFactory) -> None:

@@ -92,8 +92,12 @@ def test_an_answer_that_nobody_waits_for_is_not_the_next_ones() -> None:
 
 def test_tools_are_refused_by_a_template_that_does_not_know_them(trusting: Api) -> None:
     tools = [{"function": {"name": "f"}}]
-    body = {"model": "base", "messages": USER, "chat_template": "x", "tools": tools}
-    assert trusting.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
+    body = {"model": "base", "messages": USER, "tools": tools}
+    for template, told in (("x", "does not render `tools`"), ("{{ tools }}", "or write them as <tool_call>")):
+        error = trusting.post("/v1/chat/completions", {**body, "chat_template": template}).json()["error"]
+        assert error["param"] == "chat_template"
+        assert told in error["message"]
+        assert "model" not in error["message"], "it is the request's"
 
 
 def test_a_template_with_traps_for_tools_is_found_out(trusting: Api) -> None:

@@ -196,12 +196,12 @@ def test_reasoning_may_have_begun_or_ended_in_the_prompt(tool_api: ToolApi) -> N
             "tool_choice",
             "'x', which is not among the tools",
         ),
-        ({"tool_choice": "must"}, "tool_choice", "Invalid enum value"),
+        ({"tool_choice": "must"}, "tool_choice", "must be 'auto', 'none', 'required' or an object"),
         ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name", "two tools are called 'weather'"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
-        ({"tools": TOOLS * 129}, "tools", "length <= 128"),
-        ({"tools": "all"}, "tools", "Expected `array"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "a string that matches ^"),
+        ({"tools": TOOLS * 129}, "tools", "a list of at most 128 items, not a list of 129 items"),
+        ({"tools": "all"}, "tools", "a list of at most 128 items, not 'all'"),
         (
             {
                 "tools": [{"function": {"name": "f", "parameters": {"properties": 1}}}],

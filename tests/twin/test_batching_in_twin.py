@@ -11,7 +11,7 @@ from twin_commands import twin
 from twins import imagined_machine, own_twin, random_workload
 from typer import BadParameter
 
-from loraplex.cli.serve_options import parse_max_ttft, refuse_tenants_with
+from loraplex.cli.serve_options import refuse_max_ttft_with, refuse_tenants_with
 from loraplex.core.batching import Batching, DelayBound
 from loraplex.core.errors import UserError
 from loraplex.core.tenants import TenantPolicy
@@ -134,10 +134,10 @@ def test_leaps_are_the_steps_that_they_stand_for(batching: Batching, ahead: bool
 def test_first_tokens_are_bounded_only_where_they_can_be_predicted(batching: Batching) -> None:
     if batching in (Batching.MERGED, Batching.DYNAMIC):
         with pytest.raises(BadParameter, match="first tokens cannot be predicted"):
-            parse_max_ttft(2.0, batching)
+            refuse_max_ttft_with(batching, 2.0)
     else:
-        assert parse_max_ttft(2.0, batching) == 2.0
-    assert parse_max_ttft(None, batching) is None
+        refuse_max_ttft_with(batching, 2.0)
+    refuse_max_ttft_with(batching, None)
 
 
 @pytest.mark.parametrize("batching", list(Batching))

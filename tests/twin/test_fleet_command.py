@@ -239,23 +239,24 @@ def test_a_simulation_without_a_routing_has_auto(profile: Path, workload: Path, 
         (("--routing", "random", "--replicas", "1000000000"), "at most 10,000, not 1,000,000,000"),
         (("--routing", "random", "--link", "100kB/s"), "an adapter takes minutes; give 1MB/s or more"),
         (("--routing", "random", "--link", "25gb/s"), "is no speed; write it like 25GB/s, or 200Gb/s"),
-        (("--routing", "random", "--period", "nan"), "must be 0.1 seconds or more, and not nan"),
+        (("--routing", "random", "--period", "nan"), "'nan' is no time; write it like 2s or 500ms"),
         (("--routing", "random", "--slo-tpt", "fast"), "'fast' is no objective; write 1.5x"),
         (("--routing", "random", "--slo-tpt", "0x"), "'0x' is no objective"),
         (("--routing", "random", "--slo-tpot", "nan"), "--slo-tpot: 'nan' is no objective; write 1.5x"),
         *(
             (
                 ("--routing", "random", "--slo-ttft", text),
-                f"--slo-ttft: {text!r} is no objective; write 10s or",
+                f"--slo-ttft: {text!r} is no time{bound}; write it like 2s or",
             )
-            for text in ("0", "0s", "-5s", "nan", "nans", "ten", "10", "")
+            for bound, texts in ((" above 0s", ("0", "0s")), ("", ("-5s", "nan", "nans", "ten", "")))
+            for text in texts
         ),
         (
             ("--routing", "random", "--slo-ttft", "1.5x"),
-            "--slo-ttft: '1.5x' is a multiple, which has no meaning here",
+            "--slo-ttft: '1.5x' is no time; write it like 2s or 500ms",
         ),
         (("--routing", "random", "--slo-ttft", "10s", "--slo-tpt", "0"), "--slo-tpt: '0' is no objective"),
-        (("--routing", "random", "--period", "0"), "must be 0.1 seconds or more, and not 0"),
+        (("--routing", "random", "--period", "0"), "'0' is no time at least 100ms"),
         (("--routing", "random", "--link", "0GB/s"), "nothing ever arrives at 0GB/s"),
         (("--routing", "random", "--link", "25GB"), "'25GB' is no speed; write it like 25GB/s"),
         (("--routing", "random", "--adapters", "3"), "there are 3, counted from 0"),

@@ -173,7 +173,7 @@ def test_a_workload_is_made_and_simulated_with_tenants(tmp_path: Path) -> None:
         ("--tenant", "a:share=-1", "'-1' is no share"),
         ("--tenant", ":share=1", "it has no name"),
         ("--max-borrowing", "much", "is no share; write it like 10%"),
-        ("--max-ttft", "soon", "is no time; write it like 2s or 50ms"),
+        ("--max-ttft", "soon", "is no time; write it like 2s or 500ms"),
         ("--max-ttft", "nan", "is no time"),
     ],
 )

@@ -330,6 +330,7 @@ class BatchRun:
                 if str(error) != self._trouble:
                     logger.warning("batch %s waits for the disk: %s", self._batch.id, error)
                 self._trouble = str(error)
+                self._owned.wait_for_disk(self._batch.id, error)
                 self._pause(_DISK_RETRY_S)
                 await asyncio.sleep(_DISK_RETRY_S)
             else:

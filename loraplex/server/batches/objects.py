@@ -87,9 +87,17 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
+class BatchWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a batch does not go on, and what helps."""
+
+    code: Literal["disk_full", "storage_failed"]
+    message: str
+
+
 class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
     """A batch; times are in seconds since 1970. The id of a file of results is there when the batch has
-    ended, if there are any."""
+    ended, if there are any. `waits`: why it does not go on now; None if nothing keeps it. Only the server
+    that runs it knows that: a full disk takes no note."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -109,6 +117,7 @@ class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    waits: BatchWait | None = None
     request_counts: RequestCounts = RequestCounts()
     metadata: dict[str, str] | None = None
 

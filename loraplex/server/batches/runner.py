@@ -113,6 +113,7 @@ class BatchRunner:
                 has_ended = await run.run()
         except StorageError as error:
             logger.warning("batch %s is tried again later: %s", batch_id, error)
+            owned.wait_for_disk(batch_id, error)
         except Exception:
             logger.exception("batch %s failed; it is tried again later", batch_id)
         finally:

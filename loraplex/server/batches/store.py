@@ -34,6 +34,7 @@ from loraplex.server.batches.objects import (
     ENDED,
     BatchObject,
     BatchStatus,
+    BatchWait,
     FileObject,
     FilesQuery,
     PageQuery,
@@ -83,13 +84,15 @@ def storage_errors(path: Path) -> Iterator[None]:
 @dataclass(frozen=True, kw_only=True)
 class BatchStore:
     """`base_model`: the server's, as the registry of adapters knows it: servers of other base models leave
-    its batches alone. `listeners`: called when a batch was made or is to be cancelled."""
+    its batches alone. `listeners`: called when a batch was made or is to be cancelled. `waits`: why batches
+    that run here do not go on, by id."""
 
     root: Path
     base_model: str
     limits: BatchLimits = field(default_factory=BatchLimits)
     wall_clock_s: Callable[[], float] = time.time
     listeners: list[Callable[[], None]] = field(default_factory=list)
+    waits: dict[str, BatchWait] = field(default_factory=dict)
 
     @classmethod
     def at(cls, state_dir: Path, base_model: str) -> BatchStore:
@@ -177,16 +180,14 @@ class OwnedFiles:
             write_whole(self.folder / f"{file.id}.json", msgspec.json.encode(file), mode=_MODE)
         return file
 
-    def file(self, file_id: str) -> FileObject:
-        """Raises NotFoundError."""
+    def file(self, file_id: str, *, param: str = "file_id") -> FileObject:
+        """Raises NotFoundError that blames `param`."""
         found = None
         if _FILE_ID.fullmatch(file_id):
             with storage_errors(self.folder):
                 found = _read(self.folder / f"{file_id}.json", FileObject)
         if found is None:
-            raise NotFoundError(
-                f"there is no file {file_id[:64]!r}; GET /v1/files lists them", param="file_id"
-            )
+            raise NotFoundError(f"there is no file {file_id[:64]!r}; GET /v1/files lists them", param=param)
         return found
 
     def files(self, query: FilesQuery) -> tuple[list[FileObject], bool]:
@@ -219,7 +220,7 @@ class OwnedFiles:
 
     def create_batch(self, batch: BatchObject) -> BatchObject:
         """Raises NotFoundError without its input, and ConflictError if too many are open."""
-        self.file(batch.input_file_id)
+        self.file(batch.input_file_id, param="input_file_id")
         limit = self.store.limits.max_open_batches
         if len(list(self._open())) >= limit:
             raise ConflictError(
@@ -242,6 +243,23 @@ class OwnedFiles:
             raise
         return batch
 
+    def wait_for_disk(self, batch_id: str, error: StorageError) -> None:
+        """Show that a batch waits until `save` succeeds. The error is the operator's: it names paths."""
+        goes_on = "The batch goes on by itself then; what was answered is kept"
+        if isinstance(error, DiskFullError):
+            wait = BatchWait(
+                code="disk_full",
+                message="the server's disk is full: delete files that you do not need (DELETE /v1/files/ID), "
+                f"or ask its operator for room. {goes_on}",
+            )
+        else:
+            wait = BatchWait(
+                code="storage_failed",
+                message="the server cannot write to its disk: ask its operator, whose log says why. "
+                f"{goes_on}",
+            )
+        self.store.waits[batch_id] = wait
+
     def save(self, stored: StoredBatch) -> None:
         """Replace a batch on disk. Only for who holds its lock."""
         with storage_errors(self.folder):
@@ -250,6 +268,7 @@ class OwnedFiles:
             if stored.batch.status in ENDED:
                 for suffix in (".open", ".cancel"):
                     path.with_suffix(suffix).unlink(missing_ok=True)
+        self.store.waits.pop(stored.batch.id, None)
 
     def batch(self, batch_id: str) -> BatchObject:
         """Raises NotFoundError."""
@@ -316,6 +335,8 @@ class OwnedFiles:
                 yield stored
 
     def _shown(self, batch: BatchObject) -> BatchObject:
+        if (wait := self.store.waits.get(batch.id)) is not None:
+            batch = msgspec.structs.replace(batch, waits=wait)
         if batch.status in ENDED or (cancelling_at := self.cancelling_at(batch.id)) is None:
             return batch
         return msgspec.structs.replace(batch, status=BatchStatus.CANCELLING, cancelling_at=cancelling_at)

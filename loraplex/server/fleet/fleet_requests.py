@@ -283,13 +283,13 @@ class FleetRequests:
     def _choose(self, request: EngineRequest, failed: Set[int]) -> tuple[LiveRouting, int]:
         """Return the routing and the number of a replica, to whose load the request belongs from now on.
         Replicas that lost it are chosen only if there is no other."""
-        routing = self.routing
+        routing, name = self.routing, request.request_id
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
         accepts = self._members.accepting(request.adapter)
         target = self._targets.pop(request_id_of(request.request_id), None)
         if target is not None and accepts[target]:
-            routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
+            routing.route(name, request.adapter, request.num_tokens, to=target, tenant=request.tenant)
             self._members.sent(target)
             self.num_migrated[target] += 1
             return routing, target
@@ -302,7 +302,9 @@ class FleetRequests:
             if not each
         }
         self._let_accept(routing, takers)
-        number = routing.route(request.request_id, request.adapter, request.num_tokens, rejected=rejected)
+        number = routing.route(
+            name, request.adapter, request.num_tokens, rejected=rejected, tenant=request.tenant
+        )
         self._members.sent(number)
         return routing, number
 

@@ -14,6 +14,7 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.engine_policy import EnginePolicy
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
+from loraplex.core.tenants import NO_TENANT
 from loraplex.fleet.adapter_sizes import AdapterSizes
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
@@ -150,6 +151,7 @@ class LiveRouting:
                 prompt_tokens=request.prompt_tokens,
                 version=None if request.adapter is None else kept[request.adapter],
                 is_running=request_id in running,
+                tenant=request.tenant,
             )
         yield plan_state(self._current().state(), kept)
 
@@ -173,7 +175,7 @@ class LiveRouting:
             case Staged(replica=replica, version=version, is_there=is_there):
                 self.staged(replica, version, is_there=is_there)
             case Open(request_id=request_id, replica=replica):
-                request = self.request_of(event.version, event.prompt_tokens)
+                request = self.request_of(event.version, event.prompt_tokens, event.tenant)
                 self.view.load.sent(request_id, request, replica)
                 if event.is_running:
                     self.view.load.first_token(request_id)
@@ -193,19 +195,19 @@ class LiveRouting:
         if isinstance(event, Ticked):
             return self._tick(event.now_s, event.serving, event.num_output).event
         to = event.replica if event.is_move else None
-        replica = self.route(event.request_id, event.version, event.prompt_tokens, to=to)
+        replica = self.route(event.request_id, event.version, event.prompt_tokens, to=to, tenant=event.tenant)
         return msgspec.structs.replace(event, replica=replica)
 
     # ---- requests
 
-    def request_of(self, version: str | None, prompt_tokens: int) -> RoutedRequest:
+    def request_of(self, version: str | None, prompt_tokens: int, tenant: str = NO_TENANT) -> RoutedRequest:
         """Return a request as routers see it. Raises UnknownModelError for a version that was never added."""
         if version is None:
-            return RoutedRequest(None, 0, prompt_tokens)
+            return RoutedRequest(None, 0, prompt_tokens, tenant=tenant)
         number = self._numbers.get(version)
         if number is None:
             raise UnknownModelError(f"the fleet has no adapter of version {version}")
-        return RoutedRequest(number, self._ranks[number], prompt_tokens)
+        return RoutedRequest(number, self._ranks[number], prompt_tokens, tenant=tenant)
 
     def route(
         self,
@@ -215,21 +217,22 @@ class LiveRouting:
         *,
         to: int | None = None,
         rejected: Mapping[int, str] | None = None,
+        tenant: str = NO_TENANT,
     ) -> int:
         """Return the replica that serves a request, to whose load it belongs until `ended`. `to`: the replica
         that it migrates to, which is then not chosen by the router. `rejected`: why other replicas do not
-        accept it, for the log.
+        accept it, for the log. `tenant`: whose it is.
 
         Raises UnknownModelError for a version that was never added, and CapacityError while no replica
         accepts requests.
         """
-        adapter = self.request_of(version, prompt_tokens).adapter
+        request = self.request_of(version, prompt_tokens, tenant)
         name, controller = request_id_of(request_id), self._current()
         if to is None:
-            replica = controller.route(name, adapter, prompt_tokens)
+            replica = controller.route(name, request.adapter, prompt_tokens, tenant=tenant)
         else:
             replica = to
-            controller.send(name, adapter, prompt_tokens, replica)
+            controller.send(name, request, replica)
         self._record(
             Sent(
                 request_id=request_id,
@@ -239,6 +242,7 @@ class LiveRouting:
                 at_unix_s=round(time.time(), 3),
                 is_move=to is not None,
                 rejected=dict(rejected or {}),
+                tenant=tenant,
             )
         )
         if version is not None:

@@ -1,4 +1,5 @@
-"""The share of a Ray cluster that each replica of a fleet reserves: GPUs or cores of one node."""
+"""The share of a Ray cluster that each replica of a fleet has: GPUs or cores of one node, which it reserves,
+and memory there, which limits the sizes that are not given."""
 
 from __future__ import annotations
 
@@ -24,10 +25,22 @@ def share_of(engine: EngineOptions, about: Connected, num_replicas: int) -> tupl
         _check(num_replicas, gpus, "GPU", [(node.host, node.gpus) for node in about.nodes], about.free.gpus)
         device = "cuda" if engine.device == "auto" else engine.device
         engine = replace(engine, device=device, cpu_workers=_cpu_workers(engine, about, num_replicas))
-        return engine, {"GPU": float(gpus), "CPU": 1.0 + (engine.cpu_workers or 0)}
+        resources = {"GPU": float(gpus), "CPU": 1.0 + (engine.cpu_workers or 0)}
+        return _with_memory(engine, about, resources, num_replicas), resources
     cores = engine.num_threads or _most_cores(about.nodes, num_replicas)
     _check(num_replicas, cores, "core", [(node.host, node.cpus) for node in about.nodes], about.free.cpus)
-    return replace(engine, device="cpu", num_threads=cores), {"CPU": float(cores)}
+    engine, resources = replace(engine, device="cpu", num_threads=cores), {"CPU": float(cores)}
+    return _with_memory(engine, about, resources, num_replicas), resources
+
+
+def _with_memory(
+    engine: EngineOptions, about: Connected, resources: Resources, num_replicas: int
+) -> EngineOptions:
+    """Return the engine's options with its share of a node's memory. Ray chooses the nodes when replicas
+    start, so it is that of as many as there may be on one."""
+    there = ({"CPU": node.cpus, "GPU": node.gpus} for node in about.nodes)
+    most = max(min(int(node[kind] // number) for kind, number in resources.items()) for node in there)
+    return replace(engine, memory_share=1 / min(max(most, 1), num_replicas))
 
 
 def _cpu_workers(engine: EngineOptions, about: Connected, num_replicas: int) -> int | None:

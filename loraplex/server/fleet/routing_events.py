@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from loraplex.core.continuation import request_id_of
+from loraplex.core.tenants import NO_TENANT
 from loraplex.fleet.replanner import PERIOD_S
 
 
@@ -108,19 +109,20 @@ class Lost(_Event, frozen=True, tag="lost"):
 
 
 class Open(_Event, frozen=True, tag="open"):
-    """A request that was sent before the routing began again and has not ended."""
+    """A request that was sent before the routing began again and has not ended. `tenant`: whose it is."""
 
     request_id: str
     replica: int
     prompt_tokens: int
     version: str | None = None
     is_running: bool = False
+    tenant: str = NO_TENANT
 
 
 class Sent(_Event, frozen=True, tag="sent"):
     """A decision: a request was sent to this replica. `at_unix_s`: the time, for people. `is_move`: it
     migrates to this replica, so there was nothing to choose. `rejected`: why others could not be chosen, if
-    more is known than that they accept no requests."""
+    more is known than that they accept no requests. `tenant`: whose it is."""
 
     request_id: str
     replica: int
@@ -129,6 +131,7 @@ class Sent(_Event, frozen=True, tag="sent"):
     at_unix_s: float = 0.0
     is_move: bool = False
     rejected: dict[int, str] = {}
+    tenant: str = NO_TENANT
 
 
 class FirstToken(_Event, frozen=True, tag="first_token"):

@@ -1,7 +1,8 @@
 """Throughput and latencies over the last minutes, from the counters that /metrics exports.
 
 A sample costs a copy of two histograms. Rates and means cover a few seconds before each sample, so that a
-curve is smooth although requests end one by one.
+curve is smooth although requests end one by one. A percentile is interpolated within a bucket, and never
+above what was observed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HIGH: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """The counters at one time."""
+    """The counters at one time. `highest_ttft_s`, `highest_itl_s`: since the time before."""
 
     at_s: float
     num_tokens: int
@@ -32,6 +33,8 @@ class _Counts:
     num_finished: int
     ttft: Histogram
     itl: Histogram
+    highest_ttft_s: float
+    highest_itl_s: float
 
 
 class ServerHistory:
@@ -55,7 +58,7 @@ class ServerHistory:
             return
         now = self._count()
         self._counts.append(now)
-        self._samples.append(self._sample(self._counts[0], now))
+        self._samples.append(self._sample())
 
     def after(self, at_s: float) -> list[HistorySample]:
         """Return the samples of later times."""
@@ -70,9 +73,13 @@ class ServerHistory:
             metrics.num_finished.total(),
             metrics.ttft.copy(),
             metrics.inter_token.copy(),
+            metrics.ttft.take_highest(),
+            metrics.inter_token.take_highest(),
         )
 
-    def _sample(self, before: _Counts, now: _Counts) -> HistorySample:
+    def _sample(self) -> HistorySample:
+        before, *later = self._counts
+        now = later[-1]
         seconds = now.at_s - before.at_s
         ttft, itl = now.ttft.since(before.ttft), now.itl.since(before.itl)
         return HistorySample(
@@ -81,9 +88,14 @@ class ServerHistory:
             prompt_tokens_per_s=round((now.num_prompt_tokens - before.num_prompt_tokens) / seconds, 2),
             requests_per_s=round((now.num_finished - before.num_finished) / seconds, 3),
             ttft_s=ttft.mean(),
-            ttft_p95_s=ttft.quantile(_HIGH),
+            ttft_p95_s=_high(ttft, max(each.highest_ttft_s for each in later)),
             itl_s=itl.mean(),
-            itl_p95_s=itl.quantile(_HIGH),
+            itl_p95_s=_high(itl, max(each.highest_itl_s for each in later)),
             waiting=self._waiting.num_requests,
             running=self._metrics.num_generating,
         )
+
+
+def _high(times: Histogram, highest_s: float) -> float | None:
+    quantile_s = times.quantile(_HIGH)
+    return None if quantile_s is None else min(quantile_s, highest_s)

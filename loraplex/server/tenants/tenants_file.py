@@ -32,6 +32,7 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.remote import AllowedSources
 from loraplex.core.errors import LoraplexError, UserError
 from loraplex.core.tenants import MAX_TENANT_CHARS, TENANT_NAMES, TenantPolicy, is_tenant_name
+from loraplex.server.durations import DURATION_FORM, duration_s
 from loraplex.server.tenants.account import Limits
 from loraplex.server.tenants.keys import KeyRing, StoredKey
 from loraplex.server.tenants.patterns import Patterns, why_no_pattern
@@ -50,7 +51,8 @@ class TenantsFileError(UserError):
 
 
 class AdapterSlo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[adapters.NAME]`: seconds within which its first token and each later one should come."""
+    """`[adapters.NAME]`: the time within which its first token and each later one should come, in seconds.
+    Files have it as a text such as `500ms`, too."""
 
     slo_ttft: Positive | None = None
     slo_tpt: Positive | None = None
@@ -235,13 +237,24 @@ def _sources(load_from: list[str], where: str) -> LoadSources:
         ) from None
 
 
+def _in_seconds(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a table with its times as numbers."""
+    found = dict(data)
+    for option in AdapterSlo.__struct_fields__:
+        if isinstance(text := data.get(option), str):
+            found[option] = duration_s(text)
+            if found[option] is None:
+                raise TenantsFileError(f"{where} {option}: {text[:64]!r} is no time; {DURATION_FORM}")
+    return found
+
+
 def _convert(data: dict[str, Any], kind: type[_S], where: str) -> _S:
     _refuse_unknown(data, kind.__struct_fields__, where)
     for option, value in data.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise TenantsFileError(f"{where} {option}: {value} is no amount; write a number, or leave it out")
     try:
-        return msgspec.convert(data, kind)
+        return msgspec.convert(_in_seconds(data, where), kind)
     except msgspec.ValidationError as error:
         message = str(error)
         found = _LOCATION.search(message)

@@ -13,7 +13,7 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.structured_output import OutputKind, StructuredOutput
 from loraplex.engine.tool_traits import ToolTraits
 from loraplex.server.answer_reader import CallReading
-from loraplex.server.chat_options import ChatOptions
+from loraplex.server.chat_options import ChatOptions, ToolCallParser
 from loraplex.server.tool_calls.call_grammar import CallGrammar, Thinking, argument_schema, json_schema
 from loraplex.server.tool_calls.definitions import NamedChoice, Tool, ToolChoice
 from loraplex.server.tool_calls.formats import MARKS, NAME_MARK, ToolFormat, knows_tools
@@ -135,9 +135,11 @@ def tool_use(
     template: str,
     traits: ToolTraits,
     options: ChatOptions,
+    is_own_template: bool = False,
 ) -> ToolUse | None:
     """Return how the tools are used; None if none may be called. Raises InvalidRequestError for what cannot
-    be done. `template`: the source of the chat template; `traits`: what it does with tools."""
+    be done. `template`: the source of the chat template, which the request brings if `is_own_template`;
+    `traits`: what it does with tools."""
     if not tools:
         if choice in (None, "none", "auto"):
             return None
@@ -158,7 +160,7 @@ def tool_use(
         forced = tools
     return ToolUse(
         tools=tools,
-        tool_format=_format(template, options),
+        tool_format=_format(template, options, is_own=is_own_template),
         forced=forced,
         is_strict=any(tool.function.strict for tool in tools),
         is_single=isinstance(choice, NamedChoice) or not is_parallel or not traits.shows_many_calls,
@@ -188,7 +190,14 @@ def _check_names(tools: Sequence[Tool]) -> None:
         seen.add(tool.function.name)
 
 
-def _format(template: str, options: ChatOptions) -> ToolFormat:
+def _format(template: str, options: ChatOptions, *, is_own: bool) -> ToolFormat:
+    """Return the format in which a template has calls. `is_own`: the request brings it."""
+    if is_own and not knows_tools(template):
+        raise InvalidRequestError(
+            "the request's chat_template does not render `tools`: leave tools out, or send a template that "
+            "does",
+            param="chat_template",
+        )
     if not knows_tools(template):
         raise InvalidRequestError(
             "this model's chat template does not know tools: leave them out, or put a template that knows "
@@ -196,6 +205,12 @@ def _format(template: str, options: ChatOptions) -> ToolFormat:
             param="tools",
         )
     found = options.tool_format(template)
+    if found is None and is_own and options.tool_call_parser is ToolCallParser.AUTO:
+        raise InvalidRequestError(
+            "the server does not know how the request's chat_template writes calls of tools: leave tools "
+            "out, or write them as " + " or ".join(MARKS[each].begin for each in ToolFormat),
+            param="chat_template",
+        )
     if found is None:
         known = ", ".join(f"{each} ({MARKS[each].begin})" for each in ToolFormat)
         raise InvalidRequestError(

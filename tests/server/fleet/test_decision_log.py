@@ -76,7 +76,7 @@ def test_a_log_replayed_decides_the_same(routing_name: str, steps: list[tuple[st
                 if version is not None:
                     routing.add(spec_of(version))
                 num_sent += 1
-                routing.route(f"r{num_sent}", version, prompt_tokens)
+                routing.route(f"r{num_sent}", version, prompt_tokens, tenant="ab"[num_sent % 2])
                 waiting.append(f"r{num_sent}")
             case "first", int(place), _ if waiting:
                 routing.first_token(waiting[place % len(waiting)])
@@ -93,6 +93,9 @@ def test_a_log_replayed_decides_the_same(routing_name: str, steps: list[tuple[st
                 routing.begin(logs[-1])
     routing.view.load.check_integrity()
     decided = 0
+    again_from_log = LiveRouting(logs[-1])
+    for tenant in "ab":
+        assert again_from_log.view.load.of_tenant(tenant) == routing.view.load.of_tenant(tenant)
     for log in logs:
         read = [decode_event(encode_event(event)) for event in log]
         assert read == log

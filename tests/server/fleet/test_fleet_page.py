@@ -85,6 +85,7 @@ def test_replicas_and_plan_are_read_without_scrolling_aside(
         where = page.locator(".row", has_text="pirate").locator(".where")
         expect(where).to_have_text("3 replicas")
         expect(where).to_have_attribute("title", "replicas 0, 1, 2")
+        expect(page.locator("#grid-head span").nth(3)).to_have_text("Size, summed")
         expect(page.locator(".field").nth(0).locator('.chip[data-tier="host"]')).to_have_text(["pirate"])
         assert fits(page)
 

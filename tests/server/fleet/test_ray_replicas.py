@@ -60,6 +60,25 @@ def test_replicas_share_the_cluster(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "num_replicas", "options", "most_on_one"),
+    [
+        ((SMALL, LARGE), 1, {}, 1),
+        ((SMALL, LARGE), 2, {}, 2),  # eight cores each, of which one node has sixteen
+        ((SMALL, LARGE), 5, {}, 4),
+        ((SMALL, LARGE), 5, {"num_threads": 2}, 5),
+        ((TWO_GPUS, ONE_GPU), 3, {}, 2),
+        ((TWO_GPUS, TWO_GPUS), 2, {"tensor_parallel": 2}, 1),
+        ((TWO_GPUS, ONE_GPU), 2, {"cpu_workers": 6}, 1),  # cores for one of them
+    ],
+)
+def test_replicas_share_the_memory_of_the_node_that_they_may_be_on_together(
+    nodes: tuple[Node, ...], num_replicas: int, options: dict[str, Any], most_on_one: int
+) -> None:
+    engine, _ = share_of(EngineOptions(model="m", **options), cluster_of(*nodes), num_replicas)
+    assert engine.memory_share == pytest.approx(1 / most_on_one)
+
+
+@pytest.mark.parametrize(
     ("about", "num_replicas", "options", "words"),
     [
         (

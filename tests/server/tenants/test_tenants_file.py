@@ -76,10 +76,10 @@ def test_everything_that_the_file_says_is_there() -> None:
         share = 2
         priority = -1
         slo_ttft = 0.5
-        slo_tpt = 0.05
+        slo_tpt = "50ms"
         [tenants.nobody]
         [adapters."acme-chat"]
-        slo_ttft = 0.25
+        slo_ttft = "250ms"
         """
     )
     acme = file.tenants["acme"]
@@ -123,6 +123,8 @@ def test_everything_that_the_file_says_is_there() -> None:
         ("[tenants.a]\nshare = 0", "share: Expected `float` > 0"),
         ("[tenants.a]\nshare = 1e300", "share: Expected `float` <= 1000000"),
         ("[tenants.a]\nslo_ttft = -1", "slo_ttft: Expected `float` > 0"),
+        ("[tenants.a]\nslo_ttft = '0s'", "slo_ttft: Expected `float` > 0"),
+        ("[tenants.a]\nslo_ttft = 'soon'", "slo_ttft: 'soon' is no time; write it like 2s or 500ms"),
         ("[tenants.a]\nadapters = ['']", "adapters: '' can match no adapter"),
         ("[tenants.a]\nadapters = ['a[b]', 'é']", r"adapters: 'a\[b\]' can match no adapter"),
         ("[tenants.a]\nadministers = ['a b']", "administers: 'a b' can match no adapter"),

@@ -62,10 +62,10 @@ def test_a_fleet_shows_its_replicas_to_operators_alone(fleet: tuple[str, Path, d
         assert [model.id for model in client.models.list()] == ["tiny", "acme-chat"]
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="globex-chat", prompt="x")
-    statuses = {
+    answers = {
         (name, method, path): httpx.request(
             method, url + path, headers={"Authorization": f"Bearer {keys[name]}"}, json=body
-        ).status_code
+        )
         for name in ("acme", "ops")
         for method, path, body in (
             ("GET", "/v1/fleet", None),
@@ -75,8 +75,15 @@ def test_a_fleet_shows_its_replicas_to_operators_alone(fleet: tuple[str, Path, d
             ("POST", "/v1/fleet/undrain", {"replica": 0}),
         )
     }
-    assert {status for (name, *_), status in statuses.items() if name == "acme"} == {403}
-    assert all(status < 403 for (name, *_), status in statuses.items() if name == "ops")
+    for (name, method, _), answer in answers.items():
+        if name == "ops":
+            assert answer.status_code < 403
+            continue
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operator_only")
+        lacks = (
+            "may not see this" if method == "GET" else "may not change replicas or where adapters are placed"
+        )
+        assert lacks in answer.json()["error"]["message"]
 
 
 def test_a_server_reads_the_file_again_while_it_serves(fleet: tuple[str, Path, dict[str, str]]) -> None:

@@ -35,6 +35,8 @@ const COLUMNS = [
   ["num", "Loads", (a) => count(a.loads)],
 ];
 
+const SIZE = COLUMNS.findIndex(([, title]) => title === "Size"); // in a fleet, a sum over the replicas that have it
+
 const query = () => ({ contains: $("search").value.trim(), tier: $("tier").value, order: $("order").value });
 
 async function fetchPage(number) {
@@ -185,7 +187,7 @@ export function show(adapter) {
     ["Version", h("code", {}, adapter.version)],
     ["Canary", adapter.canary && `${adapter.canary.version.slice(0, 12)}, ${adapter.canary.share * 100}% of requests`],
     ["Rank", count(adapter.rank)],
-    ["Size", bytes(adapter.bytes)],
+    ["Size", `${bytes(adapter.bytes)}${adapter.held_by?.length > 1 ? ", of all replicas together" : ""}`],
     ["Requests", `${count(adapter.requests)}${adapter.requests ? `, of which ${count(adapter.hits)} found it in memory` : ""}`],
     ["Tokens", count(adapter.tokens)],
     ["In flight", count(adapter.in_flight)],
@@ -297,6 +299,7 @@ export function forget() {
 export function update(latest) {
   overview = latest;
   setText($("count"), count(latest.num_adapters));
+  setText($("grid-head").children[SIZE], latest.replicas ? "Size, summed" : "Size");
   showChanges(latest);
   if (!$("adapters").hidden) refresh();
 }

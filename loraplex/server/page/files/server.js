@@ -99,7 +99,7 @@ function plan({ num_plans: number }) {
       h("span", { className: "names" }, names.join(", ") + (more > 0 ? ` and ${count(more)} more` : "") || "none"),
     ];
   });
-  const head = [numbered("Replica"), num("Adapters"), num("Ranks, summed"), num("Size"), num("To be loaded"), long("Which")];
+  const head = [numbered("Replica"), num("Adapters"), num("Ranks, summed"), num("Size, summed"), num("To be loaded"), long("Which")];
   const origin = placement.is_given ? "a plan that was applied" : "made by the fleet's policy";
   const state = placement.is_given && !placement.stands ? ", not carried out yet" : "";
   return card("Plan in force", `${origin}${state}; changed ${number === 1 ? "once" : `${count(number)} times`}`, table(head, lines));
