@@ -113,13 +113,14 @@ def run_gpu(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BaseModel:
-    """What a GPU serves of the base model depends on: the profile, which is equal if its fingerprint is, and
-    the mean tokens of prompts and answers."""
+    """What the most of the base model depends on: the profile, which is equal if its fingerprint is, the mean
+    tokens of prompts and answers, and the seconds of the flood."""
 
     profile: Profile = field(compare=False)
     profile_sha256: str
     prompt_tokens: float
     output_tokens: float
+    duration_s: float
 
 
 def most_of_base_model(profile: Profile, demand: Demand) -> float:
@@ -131,6 +132,7 @@ def most_of_base_model(profile: Profile, demand: Demand) -> float:
             profile_sha256=fingerprint(profile),
             prompt_tokens=demand.prompt_tokens,
             output_tokens=demand.output_tokens,
+            duration_s=_OVERLOAD_S,
         )
     )
 
@@ -139,8 +141,8 @@ def most_of_base_model(profile: Profile, demand: Demand) -> float:
 def _most_of(base: _BaseModel) -> float:
     flood = AdapterDemand(name="base model", rank=1, rate_rps=_OVERLOAD_RPS)
     demand = Demand(adapters=(flood,), prompt_tokens=base.prompt_tokens, output_tokens=base.output_tokens)
-    requests = draw_requests(demand, [flood], duration_s=_OVERLOAD_S, seed=0, lengths=LengthsOf.MEAN)
-    options = ReplayOptions(num_adapters=0, until_s=_OVERLOAD_S)
+    requests = draw_requests(demand, [flood], duration_s=base.duration_s, seed=0, lengths=LengthsOf.MEAN)
+    options = ReplayOptions(num_adapters=0, until_s=base.duration_s)
     summary = replay(base.profile, requests, options).summary()
     return float(summary["input_tok_s"] + summary["output_tok_s"])
 

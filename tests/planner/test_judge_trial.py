@@ -52,7 +52,6 @@ def test_the_base_model_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(trial, "replay", noted)
     monkeypatch.setattr(trial, "_OVERLOAD_S", 1.0)
-    trial._most_of.cache_clear()
     demand = Demand(adapters=(), prompt_tokens=20.0, output_tokens=5.0)
     one = AdapterDemand(name="one", rank=8, rate_rps=1.0)
     profile = slot_profile()
