@@ -113,8 +113,8 @@ def run_gpu(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BaseModel:
-    """What the most of the base model depends on: the profile, which is equal if its fingerprint is, the mean
-    tokens of prompts and answers, and the seconds of the flood."""
+    """Everything that the most of the base model depends on: the profile, which is equal if its fingerprint
+    is, the mean tokens of prompts and answers, and the seconds of the flood."""
 
     profile: Profile = field(compare=False)
     profile_sha256: str

@@ -32,7 +32,7 @@ class Seen:
 
 
 class Stream(NamedTuple):
-    """What a client sees of each choice, and the number of tokens in the usage."""
+    """Each choice as a client sees it, and the number of tokens in the usage."""
 
     seen: list[Seen]
     num_tokens: int
