@@ -8,6 +8,7 @@ import hook does the same to every file and runs none: that is far less work tha
 from __future__ import annotations
 
 import compileall
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -23,6 +24,9 @@ EXTENSIONS = ("anyio", "hypothesis", "schemathesis")
 """Packages of plugins: what their names import is compiled with rewritten assertions, too."""
 LATER = ("schemathesis.python.asgi", "schemathesis.graphql", "hypothesis.stateful")
 """Modules of theirs that only tests import."""
+
+TESTS = re.compile(r"/(conftest|test_\w+)\.py$")
+"""Files that nothing imports but pytest, which rewrites their assertions."""
 
 KERNELS = (
     ("loraplex.kernels.cpu.file_matrices", "compile_reader"),
@@ -47,7 +51,7 @@ def main() -> None:
         assert spec is not None
         hook.exec_module(module_from_spec(spec))
     for folder in FOLDERS:
-        compileall.compile_dir(ROOT / folder, quiet=2)
+        compileall.compile_dir(ROOT / folder, rx=TESTS, quiet=2)
     sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "twin")]
     import_module("compiled").compile_slot_engine()
     import_module("loraplex.kernels.cpu.numba_kernels")

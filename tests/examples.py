@@ -12,8 +12,8 @@ THOROUGH: Final = "thorough"
 
 # No deadline: shared machines are slow at times, and no test here is about time. The same examples in every
 # run: a failure that comes and goes is found by raising max_examples, not by running again.
-# Half of the usual number: `make test` is to stay well below ten minutes on two cores.
-settings.register_profile(SHORT, deadline=None, derandomize=True, max_examples=50)
+# A quarter of the usual number: `make test` is to stay well below ten minutes on two cores.
+settings.register_profile(SHORT, deadline=None, derandomize=True, max_examples=25)
 settings.register_profile(THOROUGH, settings.get_profile(SHORT), max_examples=100)
 
 

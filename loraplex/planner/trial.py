@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Final
 
 from loraplex.core.errors import CapacityError
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import Profile
 from loraplex.planner.demand import AdapterDemand, Demand, PlanError
+from loraplex.planner.fingerprint import fingerprint
 from loraplex.planner.judge import Verdict
 from loraplex.planner.objectives import NO_LIMITS, Objective
 from loraplex.planner.plan import GpuPlan, slot_rank
@@ -109,12 +111,39 @@ def run_gpu(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BaseModel:
+    """Everything that the most of the base model depends on: the profile, which is equal if its fingerprint
+    is, the mean tokens of prompts and answers, and the seconds of the flood."""
+
+    profile: Profile = field(compare=False)
+    profile_sha256: str
+    prompt_tokens: float
+    output_tokens: float
+    duration_s: float
+
+
 def most_of_base_model(profile: Profile, demand: Demand) -> float:
-    """Return the tokens per second, of prompts and answers, that a GPU serves of the base model alone."""
+    """Return the tokens per second, of prompts and answers, that a GPU serves of the base model alone. It is
+    simulated once: a plan is made, compared and checked by the same figure."""
+    return _most_of(
+        _BaseModel(
+            profile=profile,
+            profile_sha256=fingerprint(profile),
+            prompt_tokens=demand.prompt_tokens,
+            output_tokens=demand.output_tokens,
+            duration_s=_OVERLOAD_S,
+        )
+    )
+
+
+@lru_cache(maxsize=16)
+def _most_of(base: _BaseModel) -> float:
     flood = AdapterDemand(name="base model", rank=1, rate_rps=_OVERLOAD_RPS)
-    requests = draw_requests(demand, [flood], duration_s=_OVERLOAD_S, seed=0, lengths=LengthsOf.MEAN)
-    options = ReplayOptions(num_adapters=0, until_s=_OVERLOAD_S)
-    summary = replay(profile, requests, options).summary()
+    demand = Demand(adapters=(flood,), prompt_tokens=base.prompt_tokens, output_tokens=base.output_tokens)
+    requests = draw_requests(demand, [flood], duration_s=base.duration_s, seed=0, lengths=LengthsOf.MEAN)
+    options = ReplayOptions(num_adapters=0, until_s=base.duration_s)
+    summary = replay(base.profile, requests, options).summary()
     return float(summary["input_tok_s"] + summary["output_tok_s"])
 
 

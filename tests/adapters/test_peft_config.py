@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from adapter_factory import SHAPE, make_config
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -190,7 +191,7 @@ _CONFIGS = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80, 200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=_CONFIGS)
 def test_no_config_raises_anything_but_adapter_errors(config: dict[str, Any]) -> None:
     parsed = parse_config(json.dumps(config).encode())
@@ -204,7 +205,7 @@ def test_no_config_raises_anything_but_adapter_errors(config: dict[str, Any]) ->
         assert plan.modules or plan.refusals
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(raw=st.binary(max_size=64))
 def test_no_bytes_raise_anything_but_adapter_errors(raw: bytes) -> None:
     with contextlib.suppress(AdapterError):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapter_factory import SHAPE
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,7 +194,7 @@ _PATTERN_NAMES = _NAMES | st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 @given(
     targets=st.lists(_NAMES, min_size=1, max_size=4),
     exclude=st.none() | st.lists(_NAMES, max_size=2),

@@ -128,7 +128,7 @@ def test_the_rest_is_the_same_in_small_steps_and_ahead(
     saved: tuple[Path, AdapterSpec], options: dict[str, Any]
 ) -> None:
     core = built(saved, **options)
-    for way in ("greedy", "frequency", "min_tokens", "stop"):
+    for way in ("frequency", "stop"):
         check_every_cut(core, request_of(**WAYS[way]))
     core.close()
 

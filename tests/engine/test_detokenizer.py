@@ -4,6 +4,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_fakes import byte_level_backend
@@ -89,7 +90,7 @@ def test_byte_level_deltas_of_random_tokens_equal_the_full_decode(token_ids: lis
 
 
 @given(st.lists(st.integers(0, sentence_piece_backend().get_vocab_size() - 1), max_size=_MAX_HELD_BYTES))
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 def test_sentence_piece_deltas_of_random_tokens_equal_the_full_decode(token_ids: list[int]) -> None:
     assert streamed(sentence_piece_backend(), token_ids) == continued(sentence_piece_backend(), token_ids)
 
@@ -189,7 +190,7 @@ def test_sentence_piece_tokens_lie_where_their_characters_are(
 
 @pytest.mark.parametrize("backend", [byte_level_backend, sentence_piece_backend])
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(80, 200))
 def test_tokens_of_any_kind_lie_in_order_within_their_text(backend, data: st.DataObject) -> None:
     ids = st.integers(0, backend().get_vocab_size() - 1)
     token_ids = data.draw(st.lists(ids, max_size=_MAX_HELD_BYTES))

@@ -126,7 +126,7 @@ def scores(found: Finished) -> list[float] | None:
     return [logprob.logprob for logprob in found.prompt_logprobs[1:] if logprob is not None]
 
 
-@settings(max_examples=examples(20, 40))
+@settings(max_examples=examples(10, 40))
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=10),
     num_blocks=st.integers(22, 60),

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_fakes import hf_tokenizer
@@ -173,7 +174,7 @@ def test_a_text_longer_than_all_tokens_of_the_context_is_refused_by_its_length()
     assert max(tokenizer.encoded_chars) < len(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab  \n.,é漢"), min_size=CONTEXT, max_size=30 * CONTEXT))
 def test_only_what_does_not_fit_is_refused_early(text: str) -> None:
     tokenizer = Tokenizer(hf_tokenizer())

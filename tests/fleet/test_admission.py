@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from fleet_views import (
     COSTS,
     ELSEWHERE_S,
@@ -243,7 +244,7 @@ def test_a_request_longer_than_the_bound_is_for_an_idle_replica() -> None:
     assert admission.retry_after_s(Forecast(5.0, 5.0, is_idle=True)) is None
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 30))
 @given(st.floats(0.05, 20.0), st.integers(0, 1000))
 def test_predictions_are_corrected_to_hold_for_most_requests(factor: float, seed: int) -> None:
     rng, admission = random.Random(seed), Admission(1.0)

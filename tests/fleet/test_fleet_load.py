@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from examples import examples
 from fleet_views import MEAN_TOKENS, REQUESTS, Sent, fleet_of, request_of, set_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +130,7 @@ TestAnyLoad = AnyLoad.TestCase
 TestAnyLoad.settings = settings(max_examples=20, stateful_step_count=30)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20, 40))
 @given(st.lists(st.tuples(REQUESTS, st.integers(0, 2), st.booleans()), max_size=20))
 def test_looking_changes_nothing(sent: list[Sent]) -> None:
     fleet = fleet_of(3)
@@ -144,7 +145,7 @@ def test_looking_changes_nothing(sent: list[Sent]) -> None:
     assert fleet.snapshot() == before
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 @given(st.lists(st.tuples(REQUESTS, st.integers(0, 3), st.booleans()), max_size=20), REQUESTS, st.data())
 def test_one_more_counts_as_if_it_had_been_sent(
     sent: list[Sent], request: RoutedRequest, data: st.DataObject

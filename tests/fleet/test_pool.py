@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,7 +157,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(
     first=PLANS | st.none(),
     host_bytes=st.none() | st.integers(40, 80),
@@ -199,7 +200,7 @@ SIX = (10, 20, 30, 10, 20, 30)
 PAIRS = st.tuples(st.integers(0, 2), st.integers(0, 5))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(
     host_bytes=st.integers(60, 90),
     steps=st.lists(st.tuples(st.sampled_from(["fetch", "use", "end"]), PAIRS, st.booleans()), max_size=60),

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from examples import examples
 from fleet_views import REQUESTS, Fleet, candidates_of, fleet_of, fleets, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.rendezvous import BOUND, RendezvousRouter, pair_weights
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20, 40))
 @given(fleets(), REQUESTS)
 def test_the_heaviest_replica_below_the_bound_is_taken(fleet: Fleet, request: RoutedRequest) -> None:
     candidates = candidates_of(fleet, request)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from examples import examples
 from fleet_views import (
     COSTS,
     ELSEWHERE_S,
@@ -45,7 +46,7 @@ from loraplex.perf.set_costs import PaddedSetCosts, RankSetCosts, RequestSets, S
 Key = tuple[float, ...]
 """The lower, the better; the first number decides, then the second."""
 
-FEW = settings(max_examples=40)
+FEW = settings(max_examples=examples(20, 40))
 
 
 def best_of(fleet: Fleet, request: RoutedRequest, key: Callable[[int], Key]) -> list[int]:
@@ -83,7 +84,7 @@ def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: Route
     assert RankAwareRouter().choose(request, fleet.view) in best_among(candidates, key)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 @given(fleets(costs=COSTS), REQUESTS)
 def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: RoutedRequest) -> None:
     costs, load, slo_s, tiers = fleet.view.costs, fleet.view.load, fleet.view.slo_s, fleet.view.tiers
@@ -255,7 +256,7 @@ def test_affinity_adds_up_three_scores(fleet: Fleet, request: RoutedRequest) -> 
 # ---- all of them
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80, 200))
 @given(fleets(costs=COSTS), st.lists(REQUESTS, min_size=1, max_size=5), st.sampled_from(sorted(ROUTERS)))
 def test_looking_changes_nothing_and_one_seed_has_one_result(
     fleet: Fleet, requests: list[RoutedRequest], name: str

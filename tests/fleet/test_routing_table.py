@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from examples import examples
 from fleet_views import fleet_of, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def plan_of(*weights: list[float]) -> Plan:
     return Plan.of_weights([dict(enumerate(each)) for each in [*weights, *rest]])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 @given(WEIGHTS, WEIGHTS, st.lists(st.integers(0, 1), max_size=100))
 def test_stride_keeps_every_share_to_within_one_request(
     first: list[float], second: list[float], adapters: list[int]
@@ -77,7 +78,7 @@ def test_where_a_replica_is_down_the_others_keep_their_proportion(division: Divi
     assert chosen[1] == pytest.approx(800, abs=64 if division is Division.RANDOM else 0.9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 @given(
     st.lists(st.floats(0.001, 1.0), min_size=2, max_size=6),
     st.lists(st.tuples(st.sets(st.integers(0, 5)), st.integers(1, 30)), max_size=4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from examples import examples
 from fleet_views import ELSEWHERE_S, HOST_S, Fleet, candidates_of, fleet_of, fleets, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from loraplex.fleet.tiers import AdapterTiers
 PLAN = Plan.with_equal_shares([[0, 1], [2], *[[0, 1, 2, 3]] * 6])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20, 40))
 @given(fleets())
 def test_candidates_equal_a_plain_filter(fleet: Fleet) -> None:
     for adapter in (None, *range(8)):
@@ -40,7 +41,7 @@ def test_where_all_replicas_of_an_adapter_are_down_any_other_serves_it() -> None
         view.candidates(request_of(0))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20, 40))
 @given(fleets(), st.integers(0, 7))
 def test_an_adapter_is_loaded_from_the_nearest_tier(fleet: Fleet, adapter: int) -> None:
     view = fleet.view
@@ -57,7 +58,7 @@ def test_an_adapter_is_loaded_from_the_nearest_tier(fleet: Fleet, adapter: int) 
     assert not view.load_s(request_of(None), candidates).any()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25, 50))
 @given(
     st.lists(
         st.tuples(

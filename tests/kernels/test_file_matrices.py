@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def scratch(num_bytes: int) -> npt.NDArray[np.uint8]:
     element=st.sampled_from([np.int16, np.int32]),
     rows_in_scratch=st.integers(1, 50),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30, 60))
 def test_a_part_of_a_matrix_arrives_as_it_is_asked_for(
     tmp_path_factory: pytest.TempPathFactory,
     num_rows: int,

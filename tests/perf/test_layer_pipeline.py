@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from cost_models import H200_BUS, MIB, PREFILL_S, RANK_64_LAYERS
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def test_no_layers_stall_nobody() -> None:
     assert plan_groups(H200_BUS, [], 1.0) == ()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 @given(BUSES, LAYERS, SECONDS)
 def test_no_plan_is_much_better_than_the_one_chosen(bus: Bus, layers: list[int], step_s: float) -> None:
     """Against every way to cut the layers, counting a launch for each copy as a stall of its own."""
@@ -106,7 +107,7 @@ def simulated_assist(
     return now - begins_s
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 @given(BUSES, LAYERS, SECONDS, st.floats(0, 3), st.one_of(st.just(0.0), SECONDS))
 def test_workers_get_as_many_layers_as_make_the_step_shortest(
     bus: Bus, layers: list[int], step_s: float, assist_s: float, begins_s: float

@@ -61,6 +61,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.planner.trial._JUDGED_S", (300.0, 300.0))
     monkeypatch.setattr("loraplex.planner.trial._OURS_JUDGED_S", 10.0)
     monkeypatch.setattr("loraplex.planner.trial._JUDGED_REQUESTS", 100)
+    monkeypatch.setattr("loraplex.planner.trial._OVERLOAD_S", 5.0)
     monkeypatch.setattr("loraplex.planner.most_served._OUR_FLOOD_S", 2.0)
     monkeypatch.setattr("loraplex.planner.most_served._SLOTS_FLOOD_S", 20.0)
 

@@ -40,7 +40,12 @@ def forest() -> Trained:
 
 @pytest.fixture(scope="module")
 def small_tree() -> Surrogate:
-    return capacity_trees(made_up())
+    return train_small_tree(made_up(), num_jobs=1)
+
+
+@pytest.fixture(scope="module")
+def boosted() -> Surrogate:
+    return capacity_forest(made_up())
 
 
 @pytest.mark.slow
@@ -68,10 +73,9 @@ def test_ranges_are_those_of_the_rows(forest: Trained) -> None:
     assert found.trained_on == rows.trained_on
 
 
-def test_a_capacity_forest_predicts_what_scikit_learn_does() -> None:
-    rows = made_up()
-    found = capacity_forest(rows)
-    wanted = np.exp(fit_boosted(rows).predict(ROWS))
+def test_a_capacity_forest_predicts_what_scikit_learn_does(boosted: Surrogate) -> None:
+    found = boosted
+    wanted = np.exp(fit_boosted(made_up()).predict(ROWS))
     assert np.exp(found.throughput.values(ROWS)) == pytest.approx(wanted)
     offered_tok_s = found.trained_on.request_tokens * ROWS[:, 1].astype(np.float64)
     predicted, starved = found.predict_all(ROWS)
@@ -82,11 +86,10 @@ def test_a_capacity_forest_predicts_what_scikit_learn_does() -> None:
     assert [each.is_starved for each in one_by_one] == starved.tolist()
 
 
-def test_what_runs_that_kept_up_have_served_is_what_a_gpu_can() -> None:
+def test_what_runs_that_kept_up_have_served_is_what_a_gpu_can(boosted: Surrogate) -> None:
     rows = made_up()
-    found = capacity_forest(rows)
     kept_up = rows.throughput_tok_s == rows.offered_tok_s
-    predicted = np.exp(found.throughput.values(rows.features[kept_up].astype(np.float32)))
+    predicted = np.exp(boosted.throughput.values(rows.features[kept_up].astype(np.float32)))
     assert (predicted > 0.9 * rows.offered_tok_s[kept_up]).mean() > 0.9
 
 
@@ -117,9 +120,14 @@ def test_rules_of_a_trained_tree_are_the_tree(small_tree: Surrogate) -> None:
         assert values == forest.values(ROWS).tolist()
 
 
-@pytest.mark.parametrize("train_one", [pytest.param(train_forest, marks=pytest.mark.slow), train_small_tree])
-def test_the_accuracy_is_on_rows_that_were_held_out(train_one: object) -> None:
-    found = train_one(made_up(), num_jobs=1)  # type: ignore[operator]
+@pytest.fixture
+def trained_forest() -> Surrogate:
+    return train_forest(made_up(), num_jobs=1)
+
+
+@pytest.mark.parametrize("name", [pytest.param("trained_forest", marks=pytest.mark.slow), "small_tree"])
+def test_the_accuracy_is_on_rows_that_were_held_out(name: str, request: pytest.FixtureRequest) -> None:
+    found: Surrogate = request.getfixturevalue(name)
     assert found.accuracy.keys() == {
         "num_held_out",
         "throughput_smape_authors_unit",

@@ -6,6 +6,7 @@ import random
 from collections import deque
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -458,7 +459,7 @@ class World:
         self.scheduler.check_integrity()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 @given(
     num_pages=st.integers(6, 20),
     sizes=st.lists(st.integers(1, 24), min_size=1, max_size=8),

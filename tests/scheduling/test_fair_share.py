@@ -32,7 +32,7 @@ from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.work import StepWork
 
 QUICK = settings(
-    max_examples=examples(25, 80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=examples(15, 80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 MAX_PROMPT, MAX_OUTPUT = 12, 8
 SHAPE = ModelShape(

@@ -330,7 +330,7 @@ class SwapWorld(World):
         self.scheduler.swap_ended([copy], out=out, error="the bus is broken" if failed else None)
 
 
-@settings(max_examples=examples(60, 300), deadline=None)
+@settings(max_examples=examples(30, 300), deadline=None)
 @given(
     num_pages=st.integers(6, 20),
     sizes=st.lists(st.integers(1, 24), min_size=1, max_size=5),

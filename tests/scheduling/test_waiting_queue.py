@@ -167,7 +167,7 @@ ENGINES = st.fixed_dictionaries(
     }
 )
 QUICK = settings(
-    max_examples=examples(50, 80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=examples(25, 80), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 5, "too large to stage": 6}
 

@@ -4,7 +4,7 @@ import copy
 import gzip
 import json
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from server_fixtures import USER, Api, Served
+from server_fixtures import USER, Api, Served, make_server
 from serving_fakes import byte_level_backend, hf_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -26,6 +26,21 @@ from loraplex.server.requests import ChatRequest, CompletionRequest
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 CHAT = {"model": "base", "messages": USER}
 COMPLETION = {"model": "base", "prompt": "hi"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """A server for all tests that change nothing of it: to make one takes longer than to refuse a request."""
+    api = Api(make_server(tmp_path_factory.mktemp("server")))
+    yield api
+    api.close()
+
+
+@pytest.fixture
+def api(shared: Api) -> Iterator[Api]:
+    """The server of all tests, as if no other had asked it for anything."""
+    yield shared
+    shared.served.engine.requests.clear()
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -447,7 +462,8 @@ def test_wrong_tokenize_requests_are_refused(api: Api, path: str, body: Any, sta
     error_of(api.post(path, body), status)
 
 
-def test_health_follows_the_engine(api: Api) -> None:
+def test_health_follows_the_engine(make_api: Callable[..., Api]) -> None:
+    api = make_api()
     assert api.get("/health").status_code == 200
     api.served.engine.dead = True
     response = api.get("/health")

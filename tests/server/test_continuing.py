@@ -14,6 +14,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_fakes import tiny_tokenizer
@@ -226,7 +227,7 @@ sampling = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(
     fates=fates.filter(lambda fates: sum(map(counts_in_a_row, fates)) < MAX_IN_A_ROW),
     fields=sampling,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_fixtures import USER, Api
+from server_fixtures import USER, Api, make_server
 from serving_fakes import tiny_tokenizer
 from tool_templates import TEMPLATES
 
@@ -30,12 +30,21 @@ class WatchedTemplates(RequestTemplates):
         return await super()._ask(process, request)
 
 
-@pytest.fixture
-def trusting(api: Api) -> Iterator[Api]:
-    templates = RequestTemplates()
+@pytest.fixture(scope="module")
+def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """One server for all tests: the process that renders templates takes a second to start."""
+    api = Api(make_server(tmp_path_factory.mktemp("server")))
+    templates = WatchedTemplates()
     object.__setattr__(api.served.deps, "templates", templates)
     yield api
     api.run(templates.close())
+    api.close()
+
+
+def templates_of(trusting: Api) -> WatchedTemplates:
+    templates = trusting.served.deps.templates
+    assert isinstance(templates, WatchedTemplates)
+    return templates
 
 
 def ask(api: Api, template: str, **fields: Any) -> tuple[int, str]:
@@ -72,9 +81,9 @@ def test_a_template_makes_the_prompt_and_cannot_stop_the_server(trusting: Api) -
     assert ask(trusting, template, chat_template_kwargs=kwargs) == (200, "<|im_end|>hiyou!"), "after a kill"
 
 
-def test_an_answer_that_nobody_waits_for_is_not_the_next_ones() -> None:
+def test_an_answer_that_nobody_waits_for_is_not_the_next_ones(trusting: Api) -> None:
     async def scenario() -> None:
-        templates = RequestTemplates()
+        templates = templates_of(trusting)
 
         async def render(template: str) -> str:
             return await templates.render(template, [], tools=(), add_generation_prompt=True, variables={})
@@ -85,9 +94,8 @@ def test_an_answer_that_nobody_waits_for_is_not_the_next_ones() -> None:
             await asyncio.sleep(0)
         given_up.cancel()
         assert await render("second") == "second"
-        await templates.close()
 
-    asyncio.run(scenario())
+    trusting.run(scenario())
 
 
 def test_tools_are_refused_by_a_template_that_does_not_know_them(trusting: Api) -> None:
@@ -110,9 +118,12 @@ def test_a_template_with_traps_for_tools_is_found_out(trusting: Api) -> None:
     assert '"; " one' not in wanted.text
 
 
-def test_the_traits_of_a_template_are_found_once_with_the_whole_time_for_each_conversation() -> None:
+def test_the_traits_of_a_template_are_found_once_with_the_whole_time_for_each_conversation(
+    trusting: Api,
+) -> None:
     async def scenario() -> None:
-        templates = WatchedTemplates()
+        templates = templates_of(trusting)
+        templates.num_timed = 0
         variables = {"eos_token": "<|im_end|>"}
         for template, shows_many_calls in (("llama3 single", False), ("hermes", True)) * 2:
             traits = await templates.tool_traits(TEMPLATES[template], variables)
@@ -125,14 +136,13 @@ def test_the_traits_of_a_template_are_found_once_with_the_whole_time_for_each_co
         assert templates.num_timed == 0
         await templates.tool_traits(TEMPLATES["hermes"], variables)
         assert templates.num_timed == len(PROBES), "only the last ones are remembered"
-        await templates.close()
 
-    asyncio.run(scenario())
+    trusting.run(scenario())
 
 
-def test_few_wait_for_a_template_and_others_are_told_to_come_again() -> None:
+def test_few_wait_for_a_template_and_others_are_told_to_come_again(trusting: Api) -> None:
     async def scenario() -> None:
-        templates = RequestTemplates()
+        templates = templates_of(trusting)
 
         async def render() -> str:
             return await templates.render("x", [], tools=(), add_generation_prompt=True, variables={})
@@ -141,6 +151,5 @@ def test_few_wait_for_a_template_and_others_are_told_to_come_again() -> None:
         assert found[:4] == ["x"] * 4
         assert [type(each) for each in found[4:]] == [BusyError] * 2
         assert await render() == "x"
-        await templates.close()
 
-    asyncio.run(scenario())
+    trusting.run(scenario())

@@ -44,7 +44,7 @@ OWN_ENGINES = st.fixed_dictionaries(
     }
 )
 QUICK = settings(
-    max_examples=examples(15, 50), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=examples(8, 50), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 """Shrinking a workload takes minutes and makes it no clearer."""
 RATES = st.sampled_from([1.0, 5.0, 20.0, 100.0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from workload_counts import count_workload
@@ -45,7 +46,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 
 @given(recipe=recipes())
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 30))
 def test_a_recipe_makes_the_same_valid_workload_every_time(
     recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -167,12 +167,23 @@ def test_a_product_that_cannot_be_computed_is_told_to_who_waits() -> None:
             pool.wait(ticket, WAIT_S)
 
 
-@pytest.mark.parametrize("rows_each", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128))])
+def check_split(pool: AssistPool, rows_each: int) -> None:
+    assert pool.rows_each == rows_each
+    ticket = pool.submit(Loras(pool, torch.float32).task(100))
+    found = [pool.control.read(ticket, slot)[1] for slot in range(2)]
+    assert found == split_task(100, [0], [True, True], rows_each)
+    pool.start(ticket)
+    assert pool.wait(ticket, WAIT_S)
+
+
+def test_tasks_are_split_by_the_rows_that_workers_measure_unless_they_are_given(pool: AssistPool) -> None:
+    check_split(pool, pool.rows_each)
+    with running_pool(0, rows_each=64) as given:
+        assert given.rows_each == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_each", [32, 64, 128])
 def test_tasks_are_split_by_the_rows_that_their_cost_is_predicted_with(rows_each: int) -> None:
     with running_pool(2, rows_each=rows_each) as pool:
-        assert pool.rows_each == rows_each
-        ticket = pool.submit(Loras(pool, torch.float32).task(100))
-        found = [pool.control.read(ticket, slot)[1] for slot in range(2)]
-        assert found == split_task(100, [0], [True, True], rows_each)
-        pool.start(ticket)
-        assert pool.wait(ticket, WAIT_S)
+        check_split(pool, rows_each)

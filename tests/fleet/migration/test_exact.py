@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from migration_problems import (
     best_exact_objective,
@@ -19,7 +20,7 @@ from loraplex.fleet.migration.exact import solve_exact
 from loraplex.fleet.migration.problem import MigrationAdapter, MigrationProblem
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25, 50))
 @given(tiny_problems())
 def test_the_program_finds_what_trying_every_placement_finds(problem: MigrationProblem) -> None:
     best = best_exact_objective(problem)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from migration_problems import (
     all_placements,
@@ -55,7 +56,7 @@ def test_what_makes_no_sense_is_refused_in_words(change: dict[str, object], mess
         replace(GOOD, **change)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25, 50))
 @given(tiny_problems())
 def test_the_run_time_of_a_placement_is_its_sum_in_plain_python(problem: MigrationProblem) -> None:
     columns = columns_of(problem)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from migration_problems import (
@@ -27,7 +28,7 @@ from loraplex.fleet.migration.relaxed import MAX_BINARY_PAIRS, solve_relaxed
 binary_or_linear = st.sampled_from([MAX_BINARY_PAIRS, 0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 @given(tiny_problems(), binary_or_linear)
 def test_the_bound_is_below_and_the_rounded_placement_above_the_best(
     problem: MigrationProblem, max_binary_pairs: int
@@ -40,7 +41,7 @@ def test_the_bound_is_below_and_the_rounded_placement_above_the_best(
     assert found.bound_s <= found.run_time.objective_s + 1e-5
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 @given(tiny_problems(), binary_or_linear)
 def test_requests_go_only_where_they_may_and_never_for_the_worse(
     problem: MigrationProblem, max_binary_pairs: int
@@ -56,7 +57,7 @@ def test_requests_go_only_where_they_may_and_never_for_the_worse(
     assert found.run_time.objective_s < staying.objective_s or not moved
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 30))
 @given(tiny_problems(), st.sampled_from(["gamma", "eta_s", "swap_s_per_token"]))
 def test_the_bound_rises_with_every_price(problem: MigrationProblem, price: str) -> None:
     dearer = replace(problem.costs, **{price: getattr(problem.costs, price) + 0.5})

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,7 +173,7 @@ class Bench:
         assert len(table.serving.idle) == len(table.serving.resident)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(
     seed=st.integers(0, 1 << 20),
     batching=st.sampled_from(MODES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import requests
@@ -47,7 +48,7 @@ def test_an_adapter_without_credit_may_displace_nobody() -> None:
     assert credits.can_pay("b", num_displaced=0, seconds=0.1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(data=st.data())
 def test_credits_add_up_to_what_they_began_with(data: st.DataObject) -> None:
     credits = Credits()

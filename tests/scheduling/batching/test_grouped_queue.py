@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import ids, requests
@@ -148,7 +149,7 @@ def test_how_fast_short_requests_ended_says_nothing_of_those_after_them() -> Non
     assert ids(list(bench.queue.first(4))) == ["0", "1", "2", "3"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15, 30), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     share=st.sampled_from([0.0, 0.25, 1.0]),
@@ -182,7 +183,7 @@ def check_bound(rng: random.Random, bound: DelayBound, max_running: int, next_s:
         assert now_s - fcfs_s <= bound.allowed_s(fcfs_s)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15, 30), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     seconds=st.sampled_from([0.0, 3.0, 20.0]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -31,10 +31,14 @@ class Seen:
     finish_reason: str | None = None
 
 
-def stream(
-    url: str, on_chunk: Callable[[int], None] = lambda number: None, **options: Any
-) -> tuple[list[Seen], int]:
-    """Return what a client sees of each choice, and the number of tokens in the usage."""
+class Stream(NamedTuple):
+    """Each choice as a client sees it, and the number of tokens in the usage."""
+
+    seen: list[Seen]
+    num_tokens: int
+
+
+def stream(url: str, on_chunk: Callable[[int], None] = lambda number: None, **options: Any) -> Stream:
     seen = [Seen() for _ in range(options.get("n", 1))]
     num_tokens = 0
     fields = {"model": "one", "prompt": "the dog", "max_tokens": MAX_TOKENS, **options}
@@ -53,16 +57,16 @@ def stream(
             if chunk.usage is not None:
                 num_tokens = chunk.usage.completion_tokens
             on_chunk(number)
-    return seen, num_tokens
+    return Stream(seen, num_tokens)
 
 
 def num_sent(url: str) -> int:
     return sum(row["sent"] for row in replicas(url))
 
 
-def check_disturbed(url: str, disturb: Callable[[int], None], **options: Any) -> None:
-    """Run a stream twice: with `disturb`, which is given a replica that has it, and without."""
-    expected, num_expected = stream(url, **options)
+def check_disturbed(url: str, disturb: Callable[[int], None], expected: Stream, **options: Any) -> None:
+    """Run a stream with `disturb`, which is given a replica that has it: it is to be as `expected`, which had
+    the same options and was not disturbed."""
     before = num_sent(url)
 
     def on_chunk(number: int) -> None:
@@ -70,9 +74,9 @@ def check_disturbed(url: str, disturb: Callable[[int], None], **options: Any) ->
             busy = [row["replica"] for row in replicas(url) if row["in_flight"]]
             disturb(busy[0])
 
-    found, num_found = stream(url, on_chunk, **options)
+    found = stream(url, on_chunk, **options)
     assert num_sent(url) > before + options.get("n", 1), "nothing was sent to another replica"
-    assert num_found == num_expected
-    for one, other in zip(found, expected, strict=True):
+    assert found.num_tokens == expected.num_tokens
+    for one, other in zip(found.seen, expected.seen, strict=True):
         assert (one.text, one.tokens, one.finish_reason) == (other.text, other.tokens, other.finish_reason)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)

@@ -12,9 +12,9 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -26,42 +26,58 @@ MODELS = ("tiny", "one", "two")
 HEADER = "x-loraplex-adapter-version"
 
 
-@pytest.fixture(scope="module")
-def backends(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[tuple[subprocess.Popen[str], str]]]:
-    """Three servers that may load adapters; the first has both under their names."""
+class Backend(NamedTuple):
+    """A server that a front sends requests to, and its address."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+
+@contextmanager
+def two_backends(folder: Path, states: Path) -> Iterator[list[Backend]]:
+    """Run two servers that may load adapters."""
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
 
-        def start(state: Path) -> tuple[subprocess.Popen[str], str]:
-            options = ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state))
+        def start(name: str) -> Backend:
+            options = ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(states / name))
             process, url, _ = stack.enter_context(serving(folder, *options))
-            return process, url
+            return Backend(process, url)
 
-        found = list(threads.map(start, [tmp_path_factory.mktemp("backend") for _ in range(3)]))
+        yield list(threads.map(start, ("first", "second")))
+
+
+def addresses_of(backends: list[Backend]) -> list[str]:
+    """Return the options that give a front these servers."""
+    return [option for backend in backends for option in ("--backend", backend.url)]
+
+
+@contextmanager
+def front_of(folder: Path, backends: list[Backend], state: Path) -> Iterator[str]:
+    """Run a front of these servers; yields its address."""
+    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), *addresses_of(backends))
+    with serving(folder, *options, command="fleet serve") as (_, url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def backends(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Backend]]:
+    """Two servers; the first has both adapters under their names."""
+    with two_backends(folder, tmp_path_factory.mktemp("backends")) as found:
         for name in ("one", "two"):
             body = {"lora_name": name, "lora_path": str(folder / "adapters" / name)}
-            assert httpx.post(f"{found[0][1]}/v1/load_lora_adapter", json=body).status_code == 200
+            assert httpx.post(f"{found[0].url}/v1/load_lora_adapter", json=body).status_code == 200
         yield found
 
 
 @pytest.fixture(scope="module")
-def single(backends: list[tuple[subprocess.Popen[str], str]]) -> str:
+def single(backends: list[Backend]) -> str:
     """The address of a server that serves both adapters alone."""
-    return backends[0][1]
+    return backends[0].url
 
 
 @pytest.fixture(scope="module")
-def front(
-    folder: Path,
-    backends: list[tuple[subprocess.Popen[str], str]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[str]:
-    """Start a front of `backends`."""
-    addresses = [option for _, url in backends for option in ("--backend", url)]
-    state = tmp_path_factory.mktemp("front")
-    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), *addresses)
-    with serving(folder, *options, command="fleet serve") as (_, url, _):
+def front(folder: Path, backends: list[Backend], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with front_of(folder, backends, tmp_path_factory.mktemp("front")) as url:
         yield url
 
 
@@ -167,26 +183,27 @@ def test_a_refused_option_that_vllm_has_too_is_named_as_there(given: tuple[str, 
 
 
 @pytest.mark.slow
-def test_a_stream_outlives_the_server_behind_the_front(
-    front: str, backends: list[tuple[subprocess.Popen[str], str]]
-) -> None:
-    """This ends one of the backends: later tests have to use the others."""
+def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: Path) -> None:
     short: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
-    expected = stream(front, **short)
-    killed: list[int] = []
+    with (
+        two_backends(folder, tmp_path / "backends") as backends,
+        front_of(folder, backends, tmp_path / "front") as front,
+    ):
+        expected = stream(front, **short)
+        killed: list[int] = []
 
-    def kill(number: int) -> None:
-        backends[number][0].kill()
-        backends[number][0].wait()
-        killed.append(number)
+        def kill(number: int) -> None:
+            backends[number].process.kill()
+            backends[number].process.wait()
+            killed.append(number)
 
-    check_disturbed(front, kill, **SAMPLED)
-    for _ in range(8):
-        assert stream(front, **short) == expected
-    states = [row["state"] for row in replicas(front)]
-    (number,) = killed
-    assert states.pop(number) == "unreachable"
-    assert states == ["ready", "ready"]
+        check_disturbed(front, kill, stream(front, **SAMPLED), **SAMPLED)
+        for _ in range(8):
+            assert stream(front, **short) == expected
+        states = [row["state"] for row in replicas(front)]
+        (number,) = killed
+        assert states.pop(number) == "unreachable"
+        assert states == ["ready"]
 
 
 class Front:
@@ -230,17 +247,18 @@ def versions_at(url: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def urls(backends: list[tuple[subprocess.Popen[str], str]]) -> list[str]:
-    """Return two servers that still run: another test ends one of the three."""
-    return [url for process, url in backends if process.poll() is None][-2:]
+def urls(backends: list[Backend]) -> list[str]:
+    return [backend.url for backend in backends]
 
 
 @pytest.fixture(scope="module")
-def options(folder: Path, urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def options(
+    folder: Path, backends: list[Backend], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, ...]:
     """Return the common options of both fronts: two servers and one state folder."""
-    addresses = [option for url in urls for option in ("--backend", url)]
     state = tmp_path_factory.mktemp("fronts")
-    return ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state), *addresses)
+    allowed = ("--allow-adapter-dir", str(folder / "adapters"))
+    return (*allowed, "--state-dir", str(state), *addresses_of(backends))
 
 
 @pytest.fixture(scope="module")

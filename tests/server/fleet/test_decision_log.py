@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from examples import examples
 from fake_core import spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +61,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(st.sampled_from(sorted(ROUTERS)), STEPS)
 def test_a_log_replayed_decides_the_same(routing_name: str, steps: list[tuple[str, object, object]]) -> None:
     logs: list[list[RoutingEvent]] = [[began(routing_name)]]

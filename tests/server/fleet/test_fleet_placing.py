@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from fake_core import request_of, spec_of, tokens_of
 from fake_replicas import FakeReplica
 from hypothesis import given, settings
@@ -438,7 +439,7 @@ class History:
                 await engine.scale(len(replicas) + 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(
     st.sampled_from(("auto+auto+migrate", "most-idle+random+migrate", "routing-table+auto+migrate")),
     st.integers(2, 3),

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from client_streams import SAMPLED, check_disturbed, stream
+from client_streams import SAMPLED, Stream, check_disturbed, stream
 from server_process import PATIENCE_S, Ended, replicas, run_command, serving, wait_until
 
 from loraplex import LLM, SamplingParams
@@ -41,6 +41,11 @@ def fleet(folder: Path, state: Path) -> Iterator[str]:
     options = (*options, "--replicas", "2", "--period", "1", "--migrate")
     with serving(folder, *options, command="fleet serve") as (_, url, _):
         yield url
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: str) -> Stream:
+    return stream(fleet, **SAMPLED)
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +140,6 @@ def test_an_adapter_that_is_loaded_is_placed_and_moves_by_what_is_asked_for(flee
     assert httpx.post(f"{fleet}/v1/unload_lora_adapter", json={"lora_name": "three"}).status_code == 200
     with pytest.raises(openai.NotFoundError):
         answer(fleet, "three")
-
-
-def test_a_killed_replica_is_replaced_and_nobody_notices(fleet: str) -> None:
-    expected = answer(fleet, "one", temperature=0).choices[0].text
-    victim = replicas(fleet)[0]
-    os.kill(victim["pid"], signal.SIGKILL)
-    for _ in range(8):
-        assert answer(fleet, "one", temperature=0).choices[0].text == expected
-    wait_until(lambda: replicas(fleet)[0]["state"] == "ready", "the replica did not come back")
-    row = replicas(fleet)[0]
-    assert row["restarts"] == victim["restarts"] + 1
-    assert row["pid"] != victim["pid"]
-    page = httpx.get(f"{fleet}/metrics").text
-    assert 'loraplex:replica_restarts_total{replica="0"} 1.0' in page
-    for name in ("replays", "adapter_hits", "adapter_loads"):
-        assert f'loraplex:replica_{name}_total{{replica="1"}}' in page
 
 
 def fleet_command(url: str, *args: str) -> Ended:
@@ -313,13 +302,11 @@ def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -
     assert "a fleet has one replica at least" in refused.stderr
 
 
-def check_killed(fleet: str, **options: Any) -> None:
-    """Kill the engine process under a stream: the openai client sees the answer it would have had."""
+def kill(fleet: str, number: int) -> None:
+    os.kill(replicas(fleet)[number]["pid"], signal.SIGKILL)
 
-    def kill(number: int) -> None:
-        os.kill(replicas(fleet)[number]["pid"], signal.SIGKILL)
 
-    check_disturbed(fleet, kill, **options)
+def until_all_are_back(fleet: str) -> None:
     wait_until(lambda: all(row["state"] == "ready" for row in replicas(fleet)), "the replica is back")
 
 
@@ -331,12 +318,38 @@ def test_a_killed_stream_ends_at_its_stop_string(fleet: str) -> None:
         for start in range(len(whole.text) - 40, len(whole.text) - 3)
         if whole.text.find(part := whole.text[start : start + 3]) > len(whole.text) // 2
     )
-    check_killed(fleet, temperature=0, stop=stop)
+    options = {"temperature": 0, "stop": stop}
+    check_disturbed(fleet, lambda number: kill(fleet, number), stream(fleet, **options), **options)
+    until_all_are_back(fleet)
 
 
-def test_streams_outlive_their_engine_processes(fleet: str) -> None:
+def test_streams_and_requests_outlive_an_engine_process_that_is_killed_and_replaced(
+    fleet: str, undisturbed: Stream
+) -> None:
+    expected = answer(fleet, "one", temperature=0).choices[0].text
+    before = replicas(fleet)
+    killed: list[int] = []
+
+    def kill_and_ask(number: int) -> None:
+        kill(fleet, number)
+        killed.append(number)
+        for _ in range(8):
+            assert answer(fleet, "one", temperature=0).choices[0].text == expected
+
+    check_disturbed(fleet, kill_and_ask, undisturbed, **SAMPLED)
+    until_all_are_back(fleet)
+    (number,) = killed
+    row = replicas(fleet)[number]
+    assert row["restarts"] == before[number]["restarts"] + 1
+    assert row["pid"] != before[number]["pid"]
+    page = httpx.get(f"{fleet}/metrics").text
+    assert f'loraplex:replica_restarts_total{{replica="{number}"}} {row["restarts"]}.0' in page
+    for name in ("replays", "adapter_hits", "adapter_loads"):
+        assert f'loraplex:replica_{name}_total{{replica="{1 - number}"}}' in page
+
+
+def test_streams_outlive_a_replica_that_is_drained(fleet: str, undisturbed: Stream) -> None:
     """This leaves one replica drained. test_backend_fleet does the same with a fleet of servers."""
-    check_killed(fleet, **SAMPLED)
     drained: list[int] = []
 
     def drain(number: int) -> None:
@@ -344,7 +357,7 @@ def test_streams_outlive_their_engine_processes(fleet: str) -> None:
         assert answer.status_code == 200, answer.text
         drained.append(number)
 
-    check_disturbed(fleet, drain, **SAMPLED)
+    check_disturbed(fleet, drain, undisturbed, **SAMPLED)
     (number,) = drained
     assert replicas(fleet)[number]["in_flight"] == 0
 

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from examples import examples
 from fake_core import spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,7 +201,7 @@ def spread(versions: list[str], num_replicas: int, first: int, num_more: int) ->
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(1, 3), ACTIONS)
 def test_whatever_comes_and_goes_every_adapter_is_served(
     policy: str, num_replicas: int, actions: list[tuple[str, int, int]]
@@ -316,7 +317,7 @@ def placements(fleet: LiveFleet) -> dict[str, Entry | None]:
     return {version: fleet.routing.placed_on(version) for version in sorted(fleet.versions)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15, 30), deadline=None)
 @given(
     st.sampled_from(("auto", "most-idle+random", "auto+contiguous+migrate")),
     ACTIONS,

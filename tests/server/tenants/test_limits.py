@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ def test_a_tenant_that_always_asks_for_more_gets_its_tokens_and_no_more(kind: st
     limit=st.integers(1, 50),
     gaps=st.lists(st.floats(0.0, 5.0), min_size=200, max_size=400),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15, 30), deadline=None)
 def test_no_minute_has_more_requests_than_the_limit(limit: int, gaps: list[float]) -> None:
     clock = ManualClock()
     tenant = account(clock, requests=limit)
@@ -110,7 +111,7 @@ def test_no_minute_has_more_requests_than_the_limit(limit: int, gaps: list[float
         max_size=60,
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 def test_what_is_booked_in_a_window_adds_up(limit: int, moves: list[tuple[str, int, float]]) -> None:
     window, now_s, used = MinuteWindow(limit), 0.0, 0
     for move, amount, seconds in moves:
