@@ -74,6 +74,8 @@ class LeapingScheduler(Scheduler):
         """Do what `num_steps` calls of `schedule` and `update` do, with tokens that are no stop tokens.
         Return the updates of requests that end, which is with the last step."""
         assert self._group is not None
+        if self._config.batching.groups:
+            self._admission.bring_in()  # as each of these steps does: the queue is not long any more
         ended = self._group.advance(num_steps, ANY_TOKEN)
         if not ended:
             return []
@@ -99,7 +101,7 @@ class LeapingScheduler(Scheduler):
             return False  # the requests of the next step have to be chosen
         if self.fair.is_shared:
             return False  # whose turn it is depends on what each tenant has got by then
-        if self._config.batching.groups:
+        if self._config.batching.groups and self._waiting:
             return False  # whose turn it is depends on the time of each step
         if self._pool.num_locked > 0:  # copies of KV blocks are under way, which free memory when they end
             return False
@@ -158,6 +160,8 @@ class LeapingScheduler(Scheduler):
         `sure`: the group is known to go on, with one request that joins it in the next step."""
         if not (sure or self._can_leap()) or self._will_be_shared(requests):
             return None
+        if self._config.batching.groups:
+            return None  # requests that wait would end the leap
         if not self._await_reads(requests):
             return None
         for request in requests:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_leaps import assert_same
 from twin_commands import twin
 from twins import imagined_machine, own_twin, random_workload
 from typer import BadParameter
@@ -17,6 +18,7 @@ from loraplex.core.errors import UserError
 from loraplex.core.tenants import TenantPolicy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
+from loraplex.twin.outcome import Outcome
 from loraplex.twin.replay import ReplayOptions, check_options, check_workload, replay
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
@@ -128,6 +130,29 @@ def test_leaps_are_the_steps_that_they_stand_for(batching: Batching, ahead: bool
         [time_s for each in run.requests for time_s in (each.first_token_s, each.finish_s)] for run in runs
     ]
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_grouped_admission_leaps_while_nobody_waits(ahead: bool) -> None:
+    """Each burst makes a long queue, and has been served when the next one comes."""
+    workload = [
+        replace(each, arrival_s=each.arrival_s + 6.0 * number)
+        for number in range(2)
+        for each in random_workload(6163 + number, num_adapters=5, rps=80.0)
+    ]
+    options = {"num_adapters": 5, "num_blocks": 150, "position_cost": 0.001, "ahead": ahead}
+    leaping, stepping = (
+        own_twin(batching=Batching.GROUPED, leaps=leaps, **options).run(workload)  # type: ignore[arg-type]
+        for leaps in (True, False)
+    )
+    assert_same(leaping, stepping)
+    assert num_leapt(leaping) > 20
+    assert num_leapt(stepping) == 0
+
+
+def num_leapt(outcome: Outcome) -> int:
+    """Return the number of steps that were simulated in leaps of several."""
+    return sum(num_steps for _, _, num_steps, _ in outcome.gaps if num_steps > 1)
 
 
 @pytest.mark.parametrize("batching", list(Batching))

@@ -12,6 +12,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from twins import COSTS, own_twin, random_workload, slot_twin
 
+from loraplex.core.batching import Batching
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.twin.outcome import Outcome
@@ -41,6 +42,7 @@ OWN_ENGINES = st.fixed_dictionaries(
         "ahead": st.booleans(),
         "position_cost": st.sampled_from([0.0, 0.001, 0.05]),
         "padded": st.booleans(),
+        "batching": st.sampled_from([Batching.FCFS, Batching.GROUPED]),
     }
 )
 QUICK = settings(
