@@ -40,7 +40,7 @@ PACKAGES: Final = ("loraplex", "llguidance", "numpy", "torch", "triton")
 ROUNDS: Final = 4
 SETTLE_STEPS, STEPS = 16, 240
 KINDS: Final = {"likeliest": 0.0, "drawn": 1.0}
-"""How tokens are chosen -> the temperature."""
+"""The way to choose tokens -> the temperature."""
 
 
 def measure(shape: str, device: str, num_steps: int) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def test_a_repaired_plan_is_proposed_where_the_packer_has_none(tmp_path: Path) -
 
 
 def test_a_packer_without_a_plan_leaves_the_gpus_as_they_are(tmp_path: Path) -> None:
-    """As above, with a GPU for each adapter already, and far less asked for than planned."""
+    """Each adapter has a GPU and needs one, and far less is asked for than planned."""
     gpus = tuple((name,) for name in "abc")
     plan = replace(plan_of(*gpus, rate_rps=64.0), packer="random")
     found = look(tmp_path, plan, fleet_of(dict.fromkeys("abc", 32.0), *gpus))
