@@ -172,7 +172,6 @@ TABLES: Final[dict[str, Table]] = {
             "recorded": planner_tables.recorded_table,
             "scenarios": planner_tables.scenarios_table,
             "summary": planner_tables.scenarios_summary,
-            "largest": planner_tables.largest_table,
             "own": planner_tables.own_table,
         }.items()
     },

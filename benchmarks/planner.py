@@ -11,7 +11,6 @@ rules       the same for one tree of at most 32 rules; nanoseconds of a predicti
 plan_speed  seconds to plan 1,280 adapters on four GPUs, by the accurate surrogate and by the small tree
 scenarios   the paper's scenarios with Llama: GPUs by packer, and whether the plan starves any by other seeds
 scenarios_qwen   the same with Qwen
-largest     max-pack and ours for the scenarios with the most adapters alone, with Llama
 recorded    single GPUs with the settings of recorded runs: whether they are predicted to serve what is asked
 own         10,000 adapters on GPUs with our own engine: GPUs against a lower bound, checked by the twin
 
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.planner_data import MODELS, NUM_ROWS, Asked
-from benchmarks.planner_packing import in_scenarios, largest, own, plan_speed
+from benchmarks.planner_packing import in_scenarios, own, plan_speed
 from benchmarks.planner_surrogates import recorded, rows, rules, surrogates
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
@@ -49,7 +48,6 @@ SECTIONS: Final[dict[str, Callable[[Asked], dict[str, Any]]]] = {
     "recorded": recorded,
     "scenarios": partial(in_scenarios, MODELS[0]),
     "scenarios_qwen": partial(in_scenarios, MODELS[1]),
-    "largest": partial(largest, MODELS[0]),
     "own": own,
 }
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.planner_data import MODELS, Asked, Model, profile_of
-from benchmarks.planner_scenarios import LARGEST, Scenario, scenarios
+from benchmarks.planner_scenarios import Scenario, scenarios
 from benchmarks.planner_surrogates import forest, small_tree
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -124,11 +124,6 @@ def in_scenario(model: Model, quick: Judge, base_tok_s: float, scenario: Scenari
     return found
 
 
-def of_largest(model: Model, quick: Judge, scenario: Scenario) -> dict[str, Any]:
-    demand = scenario.demand(model)
-    return _by_judged_packers(model, quick, demand, _Checked(model, demand))
-
-
 def _by_judged_packers(model: Model, quick: Judge, demand: Demand, checked: _Checked) -> dict[str, Any]:
     papers = partial(least_gpus, MaxPack(judge=quick), demand, len(demand.adapters))
     packers: dict[str, Callable[[], Sequence[GpuPlan]]] = {
@@ -169,12 +164,6 @@ def in_scenarios(model: Model, asked: Asked) -> dict[str, Any]:
     base_tok_s = most_of_base_model(profile_of(model), demand)
     quick = judge_by(forest(model, asked.num_rows), model)
     return _in_each(model, partial(in_scenario, model, quick, base_tok_s), list(scenarios()), asked)
-
-
-def largest(model: Model, asked: Asked) -> dict[str, Any]:
-    quick = judge_by(forest(model, asked.num_rows), model)
-    of_most = [each for each in scenarios() if each.num_adapters == LARGEST]
-    return _in_each(model, partial(of_largest, model, quick), of_most, asked)
 
 
 def _in_each(

@@ -14,9 +14,8 @@ RATES_RPS: Final = {
     "mixed": (0.6, 0.3, 0.15, 0.075, 0.0375),
     "low": (0.075, 0.0375, 0.01875, 0.009375, 0.0046875),
 }
-LARGEST: Final = 1280
 SIZES: Final = {"high": (32,), "low": (8,), "mixed": (8, 16, 32)}
-COUNTS: Final = {"high": (32, 56, 96), "mixed": (48, 192, 320), "low": (160, 640, LARGEST)}
+COUNTS: Final = {"high": (32, 56, 96), "mixed": (48, 192, 320), "low": (160, 640, 1280)}
 """Numbers of adapters by rates: the least are for one GPU, the most near what four GPUs serve, or the paper's
 most."""
 

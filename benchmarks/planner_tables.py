@@ -135,19 +135,6 @@ def scenarios_table(result: Result) -> str:
     return table(("model", "scenario", "max-pack", *packers[1:]), lines)
 
 
-def largest_table(result: Result) -> str:
-    """Return the GPUs of max-pack and of ours for the scenarios with the most adapters."""
-    if "largest" not in result:
-        return "Not measured yet.\n"
-    section = result["largest"]
-    packers = (_PAPER, _OURS)
-    lines = [
-        (_NAMES[section["model"]], name, *(_gpus(found[packer]) for packer in packers))
-        for name, found in section["cases"].items()
-    ]
-    return table(("model", "scenario", "max-pack", "ours"), lines)
-
-
 def scenarios_summary(result: Result) -> str:
     """Return how many plans of each packer hold, and how their GPUs compare."""
     lines = []
