@@ -232,12 +232,12 @@ def _prompt_loads(result: Result) -> Iterator[str]:
 
 
 def _prompt(section: Result, adapters: int, load: str) -> str:
-    if any(run["failed"] for run in cell(section, adapters, load)):
-        return "failed"
     ttft_ms, tokens = figure(section, adapters, load, "ttft_ms_p50"), prompt_tokens_of(load)
     if ttft_ms is None or tokens is None:
         return "-"
-    return f"{ttft_ms:,.1f} ms, {1000 * ttft_ms / tokens:.1f} µs/token"
+    num_failed = int(_failed(section, adapters, (load,)))
+    failed = f" ({num_failed} failed)" if num_failed else ""
+    return f"{ttft_ms:,.1f} ms, {1000 * ttft_ms / tokens:.1f} µs/token{failed}"
 
 
 def _steady(section: Result, adapters: int, load: str = STEADY) -> str:

@@ -107,7 +107,7 @@ def _decode(
             raise RuntimeError(errors[0])
         if len(outputs) == BATCH:
             times_s.append(time.perf_counter())
-    assert len(times_s) >= num_steps, "answers ended while they were timed"
+    assert len(times_s) >= SETTLE_STEPS + num_steps - 1, "answers ended while they were timed"
     return [(later - sooner) * 1e3 for sooner, later in pairwise(times_s)][SETTLE_STEPS:]
 
 

@@ -86,8 +86,9 @@ def gpu_table(result: Result) -> str:
 
 def gpu_note(result: Result) -> str:
     found, packages = result["results"], result["packages"]
+    steps = min(side["steps"] for kind in found["kinds"].values() for side in kind.values())
     return (
-        f"Means of {found['kinds']['drawn']['plain']['steps']} steps for each figure, {result['date'][:10]}, "
+        f"Means of {steps} steps or more for each figure, {result['date'][:10]}, "
         f"{result['machine']['gpu']}, {found['shape']} shape, random weights, bfloat16, a vocabulary of "
         f"{found['vocabulary']:,} tokens, torch {packages['torch']}, llguidance {packages['llguidance']}, "
         f"commit {result['git_commit']}.\n"
