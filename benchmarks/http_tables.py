@@ -56,6 +56,12 @@ def summary(result: Result) -> str:
         for name, section in found.items()
         if cell(section, most, SATURATED)
     ]
+    ours = found.get("loraplex")
+    if ours is not None and cell(ours, 0, SATURATED):
+        figures.append(
+            f"loraplex, base model alone: {_throughput(ours, 0)}, "
+            f"{_plain(ours, 0, STEADY, 'ttft_ms_p95', '.1f')} ms"
+        )
     intro = (
         "Over HTTP beside vLLM, both loaded by vLLM's own client (`vllm bench serve`), on "
         f"{_machine(result)}: {parameters['shape']} shape, random weights, {parameters['dtype']}, "

@@ -329,10 +329,7 @@ def one_model(model: str | None, named: str | None) -> str:
     """Return the model, which is given as an argument or as an option. Raises a usage error otherwise."""
     if (model is None) == (named is None):
         what = "the model is missing" if model is None else f"there are two models, {model} and {named}"
-        raise typer.BadParameter(
-            f"{what}; give one: a folder or a repository (a fleet in front of servers needs its tokenizer)",
-            param_hint="MODEL",
-        )
+        raise typer.BadParameter(f"{what}; give one: a folder or a repository", param_hint="MODEL")
     found = model or named
     assert found is not None
     return found

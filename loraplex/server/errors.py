@@ -257,12 +257,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = shorten(request.url.path)
+        path, headers = shorten(request.url.path), dict(error.headers or {})
         message = {
             404: f"there is no {path} on this server",
-            405: f"{request.method} is not allowed on {path}",
+            405: f"{request.method} is not allowed on {path}; send {headers.get('Allow', 'another method')}",
         }.get(error.status_code, str(error.detail))
-        headers = dict(error.headers or {})
         return _http_error(error.status_code, message, headers=headers).response()
 
     async def on_hang_up(request: Request, error: Exception) -> Response:

@@ -194,7 +194,7 @@ def _effects(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     yield "functions_per_adapter", "source maf", recipe.source is Source.MAF
     yield (
         "cv",
-        "gamma or log-normal arrivals, or change_every_s",
+        "gamma or log-normal arrivals, or with rates that change",
         (recipe.arrivals in (ArrivalKind.GAMMA, ArrivalKind.LOG_NORMAL) or recipe.change_every_s is not None),
     )
     yield "replay", "arrivals replay", recipe.arrivals is ArrivalKind.REPLAY
