@@ -198,7 +198,7 @@ def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: P
             backends[number].process.wait()
             killed.append(number)
 
-        check_disturbed(front, kill, stream(front, **SAMPLED), **SAMPLED)
+        check_disturbed(front, tmp_path / "front", kill, stream(front, **SAMPLED), **SAMPLED)
         for _ in range(8):
             assert stream(front, **short) == expected
         states = [row["state"] for row in replicas(front)]
