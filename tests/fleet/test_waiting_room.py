@@ -265,7 +265,7 @@ def test_a_tenant_at_its_bound_waits_for_its_requests_on_the_replica_that_it_get
 
 
 def test_nothing_bounds_a_tenant_where_nobody_else_is() -> None:
-    """As an engine has it that only this tenant uses."""
+    """An engine bounds no tenant that uses it alone."""
     assert wait_beyond_free_s([(20, 0), (2, 40)], replica=0, num_before=22) == 0
     assert wait_beyond_free_s([(20, 1), (2, 39)], replica=0, num_before=22) > 0
     assert wait_beyond_free_s([(20, 0), (2, 0)], replica=0, num_before=22) > 0, "the others are not sent yet"
