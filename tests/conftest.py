@@ -33,10 +33,6 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What a command has frozen for a quiet measurement stays frozen. To thaw it thaws all that was collected too,
-# and each full collection of this process takes most of a second from then on.
-gc.unfreeze = lambda: None
-
 # The command line is built once: to build all of it takes a tenth of a second, and hundreds of tests call a
 # command.
 typer.testing._get_command = functools.cache(typer.testing._get_command)

@@ -148,12 +148,11 @@ def undisturbed(shots_s: Sequence[float]) -> float:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Turn garbage collection off, so that none runs in the middle of a step; existing objects are frozen."""
+    """Turn garbage collection off, so that none runs in the middle of a step. Objects are not frozen for it:
+    to thaw them again would thaw what the process had frozen before."""
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()

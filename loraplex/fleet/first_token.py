@@ -73,7 +73,7 @@ def _own_room_s(
     load, costs = view.load, view.costs
     most = int(load.max_running[replica])
     num_own, num_due = _of_replica(bounded, view, replica, num_replicas)
-    if num_own < num_due:
+    if num_due is None or num_own < num_due:
         return 0.0
     num_others = min(max(float(before.num_requests[0]) - num_own, 0.0), most - 1)
     nums = np.arange(num_due, max(num_own, num_due) + 2.0)
@@ -96,15 +96,19 @@ def _own_room_s(
     return max(num_too_many, 0) / places * load.answers.mean_tokens * float(steps_s[num_allowed - 1])
 
 
-def _of_replica(bounded: Bounded, view: FleetView, replica: int, num_replicas: int) -> tuple[int, int]:
+def _of_replica(bounded: Bounded, view: FleetView, replica: int, num_replicas: int) -> tuple[int, int | None]:
     """Return how many requests a bounded tenant has on a replica before the one asked about, and how many it
-    is due to run there: each replica bounds it by the others that it has itself."""
+    is due to run there: each replica bounds it by the others that it has itself. None where it has none of
+    them, and another has some: nothing bounds the tenant there."""
     num_all, own = view.load.everything.num_requests, view.load.of_tenant(bounded.tenant)
     own_here, num_sent = own.get(replica, 0), sum(own.values())
     # Of those sent, some may come after the one asked about; those not sent are shared evenly.
     num_own = own_here * min(bounded.num_before / max(num_sent, 1), 1.0)
     num_own += max(bounded.num_before - num_sent, 0) / num_replicas
     num_others, others_here = float(num_all.sum()) - num_sent, float(num_all[replica]) - own_here
+    if others_here <= 0 < num_others:
+        return math.ceil(num_own), None
+    # Others that no replica has yet will be shared evenly.
     part = others_here / num_others if num_others > 0 else 1 / num_replicas
     return math.ceil(num_own), math.ceil(max(part * bounded.due, 1.0))
 

@@ -124,8 +124,8 @@ class _BaseModel:
 
 
 def most_of_base_model(profile: Profile, demand: Demand) -> float:
-    """Return the tokens per second, of prompts and answers, that a GPU serves of the base model alone. It is
-    simulated once: a plan is made, compared and checked by the same figure."""
+    """Return the tokens per second, of prompts and answers, that a GPU serves of the base model alone. The
+    last figure is kept, as a plan is made, compared and checked by the same one."""
     return _most_of(
         _BaseModel(
             profile=profile,
@@ -137,7 +137,7 @@ def most_of_base_model(profile: Profile, demand: Demand) -> float:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1)
 def _most_of(base: _BaseModel) -> float:
     flood = AdapterDemand(name="base model", rank=1, rate_rps=_OVERLOAD_RPS)
     demand = Demand(adapters=(flood,), prompt_tokens=base.prompt_tokens, output_tokens=base.output_tokens)

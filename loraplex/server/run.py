@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 from types import ModuleType
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import uvicorn
 
@@ -35,9 +35,6 @@ from loraplex.server.listening import ListeningServer, bind, listen, loop_factor
 from loraplex.server.options import ServeOptions
 from loraplex.server.start import start
 from loraplex.server.supervised_engine import SupervisedEngine
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -124,11 +124,16 @@ def test_the_rest_is_the_same_wherever_it_was_cut(
 
 
 @pytest.mark.parametrize("options", [{"max_step_tokens": 3}, {"runs_ahead": True}], ids=["chunks", "ahead"])
+@pytest.mark.parametrize(
+    "ways",
+    [("frequency", "stop"), pytest.param(("greedy", "min_tokens"), marks=pytest.mark.slow)],
+    ids="-".join,
+)
 def test_the_rest_is_the_same_in_small_steps_and_ahead(
-    saved: tuple[Path, AdapterSpec], options: dict[str, Any]
+    saved: tuple[Path, AdapterSpec], options: dict[str, Any], ways: Sequence[str]
 ) -> None:
     core = built(saved, **options)
-    for way in ("frequency", "stop"):
+    for way in ways:
         check_every_cut(core, request_of(**WAYS[way]))
     core.close()
 

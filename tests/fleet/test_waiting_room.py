@@ -234,27 +234,41 @@ def test_a_tenant_at_its_bound_is_predicted_to_wait_for_a_place() -> None:
     assert by_pace_s[-1] < waits_s[2]
 
 
+def wait_beyond_free_s(num_each: list[tuple[int, int]], replica: int, num_before: int) -> float:
+    """Return how much longer a bounded tenant waits on a replica than one that is free. `num_each`: its
+    requests, and those of others, that run on each replica."""
+    limits = [ReplicaLimits(max_running=64, kv_tokens=1 << 20)] * len(num_each)
+    fleet, request = fleet_of(len(num_each), limits=limits, costs=COSTS["steps"]), request_of(None, 50)
+    for number, (own, others) in enumerate(num_each):
+        for tenant in ["many"] * own + ["one"] * others:
+            fleet.send(request_of(None, 100, tenant), number, is_running=True)
+    bounded_s, free_s = (
+        forecast(
+            request, fleet.view, replica, admitted=Admitted(part_before=0.0, bounded=each), step_tokens=64
+        ).ttft_s
+        for each in (Bounded("many", num_before, 10.0, 0.0), None)
+    )
+    return bounded_s - free_s
+
+
 def test_a_tenant_at_its_bound_waits_for_its_requests_on_the_replica_that_it_gets() -> None:
     """Each replica bounds it by what is there: were those of all replicas taken to be shared evenly, requests
     of the tenant would gather where the others have few, and the bound would be released elsewhere."""
-    limits = [ReplicaLimits(max_running=64, kv_tokens=1 << 20)] * 2
-    fleet, request = fleet_of(2, limits=limits, costs=COSTS["steps"]), request_of(None, 50)
-    for replica, own, others in ((0, 20, 4), (1, 2, 36)):
-        for tenant in ["many"] * own + ["one"] * others:
-            fleet.send(request_of(None, 100, tenant), replica, is_running=True)
 
     def wait_s(replica: int, num_before: int) -> float:
-        bounded = Bounded("many", num_before, 10.0, 0.0)
-        admitted = [Admitted(part_before=0.0, bounded=each) for each in (bounded, None)]
-        bounded_s, free_s = (
-            forecast(request, fleet.view, replica, admitted=each, step_tokens=64).ttft_s for each in admitted
-        )
-        return bounded_s - free_s
+        return wait_beyond_free_s([(20, 4), (2, 36)], replica, num_before)
 
     assert wait_s(0, 22) > 0, "it is due one of its twenty there"
     assert wait_s(1, 22) == 0, "and nine there, of which it has two"
     assert 0 < wait_s(0, 11) < wait_s(0, 22), "half of them come after this one"
     assert wait_s(1, 60) > 0, "those not sent yet are shared evenly"
+
+
+def test_nothing_bounds_a_tenant_where_nobody_else_is() -> None:
+    """An engine bounds no tenant that uses it alone."""
+    assert wait_beyond_free_s([(20, 0), (2, 40)], replica=0, num_before=22) == 0
+    assert wait_beyond_free_s([(20, 1), (2, 39)], replica=0, num_before=22) > 0
+    assert wait_beyond_free_s([(20, 0), (2, 0)], replica=0, num_before=22) > 0, "the others are not sent yet"
 
 
 def test_objectives_of_running_requests_bound_whosever_they_are() -> None:

@@ -43,6 +43,7 @@ def test_few_requests_are_simulated_for_longer_and_many_for_shorter() -> None:
 
 
 def test_the_base_model_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial._most_of.cache_clear()
     runs: list[object] = []
     replay = trial.replay
 
@@ -61,3 +62,4 @@ def test_the_base_model_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert most_of_base_model(profile, replace(demand, output_tokens=6.0)) != found
     assert most_of_base_model(replace(profile, max_running=1), demand) < found
     assert len(runs) == 3
+    assert trial._most_of.cache_info().currsize == 1, "no more profiles are kept than a plan is made with"

@@ -223,7 +223,7 @@ def test_a_workload_says_what_is_to_be_served(tmp_path: Path) -> None:
             ("--adapters", "TABLE", *LENGTHS, "--surrogate", "x", "--slo-itl", "1s"),
             "knows throughput and starvation",
         ),
-        (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "has no meaning here; write 30ms or 0.03s"),
+        (("--adapters", "TABLE", *LENGTHS, "--slo-itl", "1.5x"), "'1.5x' is no time; write it like 2s"),
         (("--adapters", "MANY", *LENGTHS, "--gpus", "1", "--packer", "max-base"), "GPUs would do"),
     ],
 )

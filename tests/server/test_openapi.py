@@ -129,9 +129,10 @@ def test_every_page_is_as_documented(schema: Any, path: str) -> None:
     assert statuses <= ({200, 403} if path == "/v1/demand" else {200})
 
 
+@pytest.mark.parametrize("num_calls", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "path"), BY_ID)
-def test_any_id_is_answered_as_documented(schema: Any, method: str, path: str) -> None:
-    statuses = call_many(schema[path][method], GenerationMode.POSITIVE, 10)
+def test_any_id_is_answered_as_documented(schema: Any, method: str, path: str, num_calls: int) -> None:
+    statuses = call_many(schema[path][method], GenerationMode.POSITIVE, num_calls)
     assert statuses[404] > 0
 
 

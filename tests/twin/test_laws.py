@@ -15,6 +15,8 @@ from loraplex.twin.simulator import Simulator
 from loraplex.workload.jsonl import WorkloadRequest
 
 TWINS: list[Callable[..., Simulator]] = [own_twin, slot_twin]
+SIZES = [100, pytest.param(200, marks=pytest.mark.slow)]
+"""Numbers of requests."""
 
 
 def run(make: Callable[..., Simulator], workload: list[WorkloadRequest]) -> Outcome:
@@ -26,9 +28,12 @@ def run(make: Callable[..., Simulator], workload: list[WorkloadRequest]) -> Outc
 
 
 @pytest.mark.parametrize("make", TWINS)
+@pytest.mark.parametrize("num_requests", SIZES)
 @pytest.mark.parametrize("seed", range(5))
-def test_every_request_is_served_once_and_in_order(make: Callable[..., Simulator], seed: int) -> None:
-    workload = random_workload(seed, num_requests=100)
+def test_every_request_is_served_once_and_in_order(
+    make: Callable[..., Simulator], num_requests: int, seed: int
+) -> None:
+    workload = random_workload(seed, num_requests=num_requests)
     outcome = run(make, workload)
     assert [each.request for each in outcome.requests] == workload
     for each in outcome.requests:
@@ -38,9 +43,10 @@ def test_every_request_is_served_once_and_in_order(make: Callable[..., Simulator
 
 
 @pytest.mark.parametrize("make", TWINS)
+@pytest.mark.parametrize("num_requests", SIZES)
 @pytest.mark.parametrize("seed", range(5))
-def test_tokens_are_conserved(make: Callable[..., Simulator], seed: int) -> None:
-    workload = random_workload(seed, num_requests=100)
+def test_tokens_are_conserved(make: Callable[..., Simulator], num_requests: int, seed: int) -> None:
+    workload = random_workload(seed, num_requests=num_requests)
     outcome = run(make, workload)
     summary = outcome.summary()
     assert summary["num_served"] == len(workload)
@@ -56,11 +62,12 @@ def test_tokens_are_conserved(make: Callable[..., Simulator], seed: int) -> None
 
 @pytest.mark.parametrize("make", [own_twin, slot_twin, partial(own_twin, ahead=True)])
 @pytest.mark.parametrize("rps", [0.5, 10.0, 100.0])
+@pytest.mark.parametrize("num_requests", SIZES)
 @pytest.mark.parametrize("seed", range(3))
-def test_littles_law(make: Callable[..., Simulator], rps: float, seed: int) -> None:
+def test_littles_law(make: Callable[..., Simulator], rps: float, num_requests: int, seed: int) -> None:
     """Requests inside, on average, are the rate they come at times the time they stay; they are counted by
     steps, from idle to overload."""
-    outcome = run(make, random_workload(seed, num_requests=100, rps=rps))
+    outcome = run(make, random_workload(seed, num_requests=num_requests, rps=rps))
     stays_s = sum((each.finish_s or 0.0) - each.request.arrival_s for each in outcome.requests)
     inside = outcome.mean_running + outcome.mean_waiting
     assert inside == pytest.approx(stays_s / outcome.duration_s, rel=1e-6)
@@ -83,7 +90,7 @@ def test_an_engine_that_is_idle_runs_nothing(make: Callable[..., Simulator]) -> 
 
 
 @pytest.mark.parametrize("make", TWINS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_below_saturation_more_load_is_more_throughput(make: Callable[..., Simulator], seed: int) -> None:
     served = [
         run(make, random_workload(seed, num_requests=300, rps=rps)).summary()["output_tok_s"]
@@ -122,8 +129,9 @@ def test_a_few_at_once_are_no_overload() -> None:
 
 
 @pytest.mark.parametrize("make", TWINS)
-def test_the_same_workload_ends_the_same(make: Callable[..., Simulator]) -> None:
-    workload = random_workload(7, num_requests=100)
+@pytest.mark.parametrize("num_requests", SIZES)
+def test_the_same_workload_ends_the_same(make: Callable[..., Simulator], num_requests: int) -> None:
+    workload = random_workload(7, num_requests=num_requests)
     assert run(make, workload).summary() == run(make, workload).summary()
 
 

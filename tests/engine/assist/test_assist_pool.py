@@ -25,12 +25,16 @@ from assist_pools import (
 from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.engine.assist.crew import Patience
 from loraplex.engine.assist.pool import AssistPool
+from loraplex.engine.assist.product import PROFILED_ROWS
 from loraplex.perf.assist_split import split_task
+
+GIVEN_ROWS = 16
+"""Rows that are worth a core of the shared pool: fewer than where they are neither given nor measured."""
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[AssistPool]:
-    with running_pool(2) as pool:
+    with running_pool(2, rows_each=GIVEN_ROWS) as pool:
         yield pool
 
 
@@ -168,22 +172,32 @@ def test_a_product_that_cannot_be_computed_is_told_to_who_waits() -> None:
 
 
 def check_split(pool: AssistPool, rows_each: int) -> None:
-    assert pool.rows_each == rows_each
-    ticket = pool.submit(Loras(pool, torch.float32).task(100))
-    found = [pool.control.read(ticket, slot)[1] for slot in range(2)]
-    assert found == split_task(100, [0], [True, True], rows_each)
-    pool.start(ticket)
-    assert pool.wait(ticket, WAIT_S)
+    """Check that a second worker has a part in a task from the first row on that is beyond so many."""
+    loras = Loras(pool, torch.float32)
+    for num_rows, num_workers in ((rows_each, 1), (rows_each + 1, 2)):
+        ticket = pool.submit(loras.task(num_rows))
+        shares = [pool.control.read(ticket, slot)[1] for slot in range(2)]
+        assert shares == split_task(num_rows, [0], [True, True], rows_each)
+        assert sum(share.end > share.start for share in shares) == num_workers
+        pool.start(ticket)
+        assert pool.wait(ticket, WAIT_S)
 
 
-def test_tasks_are_split_by_the_rows_that_workers_measure_unless_they_are_given(pool: AssistPool) -> None:
-    check_split(pool, pool.rows_each)
-    with running_pool(0, rows_each=64) as given:
-        assert given.rows_each == 64
+def test_tasks_are_split_by_the_rows_that_are_given(pool: AssistPool) -> None:
+    assert pool.rows_each == GIVEN_ROWS
+    check_split(pool, GIVEN_ROWS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows_each", [32, 64, 128])
 def test_tasks_are_split_by_the_rows_that_their_cost_is_predicted_with(rows_each: int) -> None:
     with running_pool(2, rows_each=rows_each) as pool:
+        assert pool.rows_each == rows_each
         check_split(pool, rows_each)
+
+
+@pytest.mark.slow
+def test_tasks_are_split_by_the_rows_that_workers_measure_unless_they_are_given() -> None:
+    with running_pool(2) as pool:
+        assert pool.rows_each in PROFILED_ROWS
+        check_split(pool, pool.rows_each)

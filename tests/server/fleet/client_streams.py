@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
-from server_process import PATIENCE_S, replicas
+from server_process import PATIENCE_S, replicas, wait_until
+
+from loraplex.server.fleet.decision_log import logged_decisions
+from loraplex.server.fleet.routing_events import Sent, call_id_of
 
 MAX_TOKENS = 500
 SAMPLED: dict[str, Any] = {
@@ -31,22 +35,26 @@ class Seen:
     finish_reason: str | None = None
 
 
-class Stream(NamedTuple):
-    """Each choice as a client sees it, and the number of tokens in the usage."""
+@dataclass(frozen=True)
+class Stream:
+    """Each choice as a client sees it, and the number of tokens in the usage. `call_id`: its id, which two
+    streams that are alike do not share."""
 
     seen: list[Seen]
     num_tokens: int
+    call_id: str = field(compare=False)
 
 
 def stream(url: str, on_chunk: Callable[[int], None] = lambda number: None, **options: Any) -> Stream:
     seen = [Seen() for _ in range(options.get("n", 1))]
-    num_tokens = 0
+    num_tokens, call_id = 0, ""
     fields = {"model": "one", "prompt": "the dog", "max_tokens": MAX_TOKENS, **options}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         chunks = client.completions.create(
             stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}, **fields
         )
         for number, chunk in enumerate(chunks):
+            call_id = chunk.id
             for choice in chunk.choices:
                 one = seen[choice.index]
                 one.text += choice.text
@@ -57,17 +65,23 @@ def stream(url: str, on_chunk: Callable[[int], None] = lambda number: None, **op
             if chunk.usage is not None:
                 num_tokens = chunk.usage.completion_tokens
             on_chunk(number)
-    return Stream(seen, num_tokens)
+    return Stream(seen, num_tokens, call_id)
 
 
-def num_sent(url: str) -> int:
-    return sum(row["sent"] for row in replicas(url))
+def num_sent(state: Path, call_id: str) -> int:
+    """Return how often the choices of a call were sent to a replica, by the log of decisions."""
+    return sum(
+        isinstance(event, Sent) and call_id_of(event.request_id) == call_id
+        for events in logged_decisions(state)
+        for event in events
+    )
 
 
-def check_disturbed(url: str, disturb: Callable[[int], None], expected: Stream, **options: Any) -> None:
+def check_disturbed(
+    url: str, state: Path, disturb: Callable[[int], None], expected: Stream, **options: Any
+) -> None:
     """Run a stream with `disturb`, which is given a replica that has it: it is to be as `expected`, which had
-    the same options and was not disturbed."""
-    before = num_sent(url)
+    the same options and was not disturbed. `state`: the state folder of the fleet."""
 
     def on_chunk(number: int) -> None:
         if number == 1:
@@ -75,7 +89,9 @@ def check_disturbed(url: str, disturb: Callable[[int], None], expected: Stream, 
             disturb(busy[0])
 
     found = stream(url, on_chunk, **options)
-    assert num_sent(url) > before + options.get("n", 1), "nothing was sent to another replica"
+    wait_until(
+        lambda: num_sent(state, found.call_id) > options.get("n", 1), "nothing was sent to another replica"
+    )
     assert found.num_tokens == expected.num_tokens
     for one, other in zip(found.seen, expected.seen, strict=True):
         assert (one.text, one.tokens, one.finish_reason) == (other.text, other.tokens, other.finish_reason)

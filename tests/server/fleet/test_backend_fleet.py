@@ -34,16 +34,17 @@ class Backend(NamedTuple):
 
 
 @contextmanager
-def two_backends(folder: Path, states: Path) -> Iterator[list[Backend]]:
-    """Run two servers that may load adapters."""
+def run_backends(folder: Path, states: Path, num_servers: int = 2) -> Iterator[list[Backend]]:
+    """Run servers that may load adapters."""
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
 
-        def start(name: str) -> Backend:
-            options = ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(states / name))
+        def start(number: int) -> Backend:
+            state = states / str(number)
+            options = ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state))
             process, url, _ = stack.enter_context(serving(folder, *options))
             return Backend(process, url)
 
-        yield list(threads.map(start, ("first", "second")))
+        yield list(threads.map(start, range(num_servers)))
 
 
 def addresses_of(backends: list[Backend]) -> list[str]:
@@ -62,7 +63,7 @@ def front_of(folder: Path, backends: list[Backend], state: Path) -> Iterator[str
 @pytest.fixture(scope="module")
 def backends(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Backend]]:
     """Two servers; the first has both adapters under their names."""
-    with two_backends(folder, tmp_path_factory.mktemp("backends")) as found:
+    with run_backends(folder, tmp_path_factory.mktemp("backends")) as found:
         for name in ("one", "two"):
             body = {"lora_name": name, "lora_path": str(folder / "adapters" / name)}
             assert httpx.post(f"{found[0].url}/v1/load_lora_adapter", json=body).status_code == 200
@@ -186,7 +187,7 @@ def test_a_refused_option_that_vllm_has_too_is_named_as_there(given: tuple[str, 
 def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: Path) -> None:
     short: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     with (
-        two_backends(folder, tmp_path / "backends") as backends,
+        run_backends(folder, tmp_path / "backends", 3) as backends,
         front_of(folder, backends, tmp_path / "front") as front,
     ):
         expected = stream(front, **short)
@@ -197,13 +198,13 @@ def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: P
             backends[number].process.wait()
             killed.append(number)
 
-        check_disturbed(front, kill, stream(front, **SAMPLED), **SAMPLED)
+        check_disturbed(front, tmp_path / "front", kill, stream(front, **SAMPLED), **SAMPLED)
         for _ in range(8):
             assert stream(front, **short) == expected
         states = [row["state"] for row in replicas(front)]
         (number,) = killed
         assert states.pop(number) == "unreachable"
-        assert states == ["ready"]
+        assert states == ["ready", "ready"]
 
 
 class Front:

@@ -311,20 +311,20 @@ def until_all_are_back(fleet: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_stream_ends_at_its_stop_string(fleet: str) -> None:
-    (whole,), _ = stream(fleet, temperature=0)
+def test_a_killed_stream_ends_at_its_stop_string(fleet: str, state: Path) -> None:
+    (whole,) = stream(fleet, temperature=0).seen
     stop = next(
         part
         for start in range(len(whole.text) - 40, len(whole.text) - 3)
         if whole.text.find(part := whole.text[start : start + 3]) > len(whole.text) // 2
     )
     options = {"temperature": 0, "stop": stop}
-    check_disturbed(fleet, lambda number: kill(fleet, number), stream(fleet, **options), **options)
+    check_disturbed(fleet, state, lambda number: kill(fleet, number), stream(fleet, **options), **options)
     until_all_are_back(fleet)
 
 
 def test_streams_and_requests_outlive_an_engine_process_that_is_killed_and_replaced(
-    fleet: str, undisturbed: Stream
+    fleet: str, state: Path, undisturbed: Stream
 ) -> None:
     expected = answer(fleet, "one", temperature=0).choices[0].text
     before = replicas(fleet)
@@ -336,7 +336,7 @@ def test_streams_and_requests_outlive_an_engine_process_that_is_killed_and_repla
         for _ in range(8):
             assert answer(fleet, "one", temperature=0).choices[0].text == expected
 
-    check_disturbed(fleet, kill_and_ask, undisturbed, **SAMPLED)
+    check_disturbed(fleet, state, kill_and_ask, undisturbed, **SAMPLED)
     until_all_are_back(fleet)
     (number,) = killed
     row = replicas(fleet)[number]
@@ -348,7 +348,7 @@ def test_streams_and_requests_outlive_an_engine_process_that_is_killed_and_repla
         assert f'loraplex:replica_{name}_total{{replica="{1 - number}"}}' in page
 
 
-def test_streams_outlive_a_replica_that_is_drained(fleet: str, undisturbed: Stream) -> None:
+def test_streams_outlive_a_replica_that_is_drained(fleet: str, state: Path, undisturbed: Stream) -> None:
     """This leaves one replica drained. test_backend_fleet does the same with a fleet of servers."""
     drained: list[int] = []
 
@@ -357,7 +357,7 @@ def test_streams_outlive_a_replica_that_is_drained(fleet: str, undisturbed: Stre
         assert answer.status_code == 200, answer.text
         drained.append(number)
 
-    check_disturbed(fleet, drain, undisturbed, **SAMPLED)
+    check_disturbed(fleet, state, drain, undisturbed, **SAMPLED)
     (number,) = drained
     assert replicas(fleet)[number]["in_flight"] == 0
 
