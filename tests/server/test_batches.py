@@ -283,11 +283,20 @@ def test_bad_batches_are_refused(client: openai.OpenAI) -> None:
         ({"endpoint": "/v1/embeddings"}, "send /v1/chat/completions, /v1/completions or /v1/responses"),
         ({"completion_window": "1 day"}, "'1 day'; give minutes, hours or days, such as 90m, 24h or 30d"),
         ({"completion_window": "31d"}, "at most 30d"),
+        ({"completion_window": "0"}, "is '0'; give minutes, hours or days"),
         ({"metadata": {"k": "x" * 513}}, "must be a string of at most 512 characters"),
         ({"metadata": {"k" * 65: "x"}}, "a key of metadata must be a string of at most 64 characters"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             create(**fields)
+
+
+@pytest.mark.parametrize("window", ["90m", "1.5h", "5400s", "5400"])
+def test_a_window_is_any_duration(client: openai.OpenAI, window: Any) -> None:
+    file = upload(client, line("a"))
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=window)
+    assert batch.completion_window == window
+    assert batch.expires_at == batch.created_at + 5400
 
 
 class Held:
