@@ -1,4 +1,4 @@
-"""What is done to say why a body is refused: it does not grow with the body."""
+"""Saying why a body is refused takes no more work for a large body."""
 
 from __future__ import annotations
 
