@@ -77,6 +77,10 @@ LARGE: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
     ),
     "two million lists": lambda: _completion("hi", metadata={"a": [_nested(400)] * 5000}),
     "4 MB that are no JSON": lambda: ("/v1/completions", b":" * (4 * 2**20 - 1)),
+    "a text of 4 MB without its end": lambda: (
+        "/v1/completions",
+        b'{"model": "lora-0000", "prompt": "' + b"the cat " * (2**19 - 8),
+    ),
     "/detokenize of a million ids": lambda: (
         "/detokenize",
         json.dumps({"tokens": [7] * 1_000_000}).encode(),

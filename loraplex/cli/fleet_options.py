@@ -9,7 +9,7 @@ import typer
 
 from loraplex.cli.durations import Duration, duration_option
 
-SHORTEST_PERIOD_S: Final = 0.1
+_SHORTEST_PERIOD_S: Final = 0.1
 
 Replicas = Annotated[int, typer.Option("--replicas", help="How many replicas, all alike.")]
 Policies = Annotated[
@@ -22,7 +22,7 @@ Policies = Annotated[
 Period = Annotated[
     Duration,
     duration_option(
-        "--period", least=SHORTEST_PERIOD_S, text="The time between plans of where adapters are placed."
+        "--period", least=_SHORTEST_PERIOD_S, text="The time between plans of where adapters are placed."
     ),
 ]
 Link = Annotated[

@@ -12,7 +12,7 @@ import typer
 
 from loraplex.cli import plan_apply
 from loraplex.cli import plan_options as option
-from loraplex.cli.durations import parse_duration
+from loraplex.cli.durations import Duration, duration_option, parse_duration
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import (
     check_picture,
@@ -131,18 +131,19 @@ def check(
     plan: PlanPath,
     profile: PlanProfile = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the requests, which must not be 0.")] = "1,2,3,4,5",
-    seconds: Annotated[float, typer.Option(min=1, help="Simulated seconds of each run.")] = 1800.0,
+    seconds: Annotated[
+        Duration, duration_option("--seconds", least=1, text="The simulated time of each run.")
+    ] = Duration(1800),
     json_out: JsonPath = None,
 ) -> None:
     """Simulate a plan on traffic that it was not made with. The exit status is 1 if a GPU starves: serves
     less than 0.9 of the tokens that are offered, or misses a limit that the plan was made for."""
     check_writable(json_out, inputs=(plan,))
-    check_finite(seconds=seconds)
     from loraplex.planner.plan_file import read_plan
 
     read = read_plan(plan)
     found = profile_of_plan(read, profile)
-    checked = _checked(read, found, seeds=_seeds_of(seeds), seconds=seconds)
+    checked = _checked(read, found, seeds=_seeds_of(seeds), seconds=float(seconds))
     with files_saved((json_out, lambda path: save_json(path, figures_of(checked, found)))):
         show_plan(read, checked, found)
     if not checked.holds:

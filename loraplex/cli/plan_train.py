@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli.durations import Duration, duration_option
 from loraplex.cli.json_out import check_writable, files_saved, save_text
 from loraplex.cli.plan_demand import check_finite
 from loraplex.cli.twin_options import ProfilePath, read_profile_of
@@ -34,7 +35,9 @@ def train(
     rows: Annotated[
         int, typer.Option(min=150, max=10_000_000, help="How many runs; there are 290,400 points.")
     ] = 2000,
-    seconds: Annotated[float, typer.Option(min=60, help="Simulated seconds of each run.")] = 3600.0,
+    seconds: Annotated[
+        Duration, duration_option("--seconds", least=60, text="The simulated time of each run.")
+    ] = Duration(3600),
     mean_lengths: Annotated[
         bool, typer.Option("--mean-lengths", help="All requests have the mean lengths, as in the paper.")
     ] = False,
@@ -57,9 +60,7 @@ def train(
     """
     if rules is not None and not small:
         raise typer.BadParameter("a forest has too many rules to read; give --small", param_hint="--rules")
-    check_finite(
-        mean_prompt_tokens=mean_prompt_tokens, mean_output_tokens=mean_output_tokens, seconds=seconds
-    )
+    check_finite(mean_prompt_tokens=mean_prompt_tokens, mean_output_tokens=mean_output_tokens)
     check_writable(out, "--out", inputs=(profile, dataset))
     check_writable(rules, "--rules", inputs=(profile, dataset, out))
     from loraplex.bench.environment import environment
@@ -83,7 +84,7 @@ def train(
         profile_name=str(profile),
         lengths=Lengths(mean_prompt_tokens, mean_output_tokens),
         lengths_of=LengthsOf.MEAN if mean_lengths else LengthsOf.DRAWN,
-        duration_s=seconds,
+        duration_s=float(seconds),
     )
     with shown_progress("simulating runs") as report:
         make_dataset(dataset, simulated, num_rows=rows, progress=report)

@@ -257,7 +257,9 @@ NoShadowTwin = Annotated[
         "beside what was measured.",
     ),
 ]
-ShadowTwinEvery = Annotated[Duration, duration_option(least=1.0, text="How often they are replayed.")]
+ShadowTwinEvery = Annotated[
+    Duration, duration_option(least=1.0, most=86400, text="How often they are replayed.")
+]
 OtlpEndpoint = Annotated[
     str | None,
     typer.Option(
@@ -272,7 +274,8 @@ MaxConnections = Annotated[
 ShutdownGrace = Annotated[
     Duration,
     duration_option(
-        text="How long requests in flight may go on after SIGTERM or SIGINT before they are cancelled."
+        most=86400,
+        text="How long requests in flight may go on after SIGTERM or SIGINT before they are cancelled.",
     ),
 ]
 ApiKeys = Annotated[

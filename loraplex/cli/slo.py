@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from loraplex.cli.durations import parse_duration
+from loraplex.server.durations import duration_s
 from loraplex.twin.slo import Slo
 
 if TYPE_CHECKING:
@@ -38,19 +39,18 @@ SloTtft = Annotated[
 ]
 
 _DEFAULT_TPT: Final = "1.5x"
-_MULTIPLE: Final = "x"
-_PER_SECOND: Final = {"ms": 1e3, "s": 1.0}
-_FORM: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(x|ms|s)\s*")
+_MULTIPLE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*x\s*")
+_EXAMPLES: Final = "1.5x for a multiple of what the base model takes alone, or 30ms or 0.03s"
 
 
 class _Limit(NamedTuple):
-    """A limit as given in an option. `unit`: `x` for a multiple of the base model's latency alone."""
+    """A limit as given in an option: seconds, or a multiple of the base model's latency alone."""
 
     amount: float
-    unit: str
+    is_multiple: bool
 
     def seconds(self, base_s: float) -> float:
-        return self.amount * base_s if self.unit == _MULTIPLE else self.amount / _PER_SECOND[self.unit]
+        return self.amount * base_s if self.is_multiple else self.amount
 
 
 class AskedSlo(NamedTuple):
@@ -63,7 +63,7 @@ class AskedSlo(NamedTuple):
     def slo(self, base_times: Callable[[], BaseTimes]) -> Slo:
         """Return the SLO in seconds. `base_times`: the base model's latencies alone; called only for
         multiples."""
-        is_multiple = any(limit is not None and limit.unit == _MULTIPLE for limit in (self.tpt, self.tpot))
+        is_multiple = any(limit is not None and limit.is_multiple for limit in (self.tpt, self.tpot))
         base_tpt_s, base_tpot_s = base_times() if is_multiple else (math.nan, math.nan)
         return Slo(
             tpt_s=None if self.tpt is None else self.tpt.seconds(base_tpt_s),
@@ -82,13 +82,9 @@ def parse_slo(slo_tpt: str | None, slo_tpot: str | None, slo_ttft: str | None) -
 
 
 def _parse_pace(text: str, option: str) -> _Limit:
-    return _parse(text, option, "1.5x for a multiple of what the base model takes alone, or 30ms or 0.03s")
-
-
-def _parse(text: str, option: str, examples: str) -> _Limit:
-    """Return an amount above zero, and its unit."""
-    found = _FORM.fullmatch(text)
-    amount = float(found[1]) if found else math.nan
-    if found is None or not 0 < amount < math.inf:
-        raise typer.BadParameter(f"{text!r} is no objective; write {examples}", param_hint=option)
-    return _Limit(amount, found[2])
+    """Return a limit above zero."""
+    multiple = _MULTIPLE.fullmatch(text)
+    amount = duration_s(text) if multiple is None else float(multiple[1])
+    if amount is None or not 0 < amount < math.inf:
+        raise typer.BadParameter(f"{text!r} is no objective; write {_EXAMPLES}", param_hint=option)
+    return _Limit(amount, is_multiple=multiple is not None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraplex.cli.batching_options import parse_delay
+from loraplex.cli.durations import Duration, duration_option
 from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.cli.sizes import parse_size
@@ -52,10 +53,11 @@ Slots = Annotated[
     ),
 ]
 Seconds = Annotated[
-    float | None,
-    typer.Option(
+    Duration | None,
+    duration_option(
         "--seconds",
-        help="End the simulation so many simulated seconds after the first request, whatever still runs.",
+        may_be_least=False,
+        text="End the simulation so long, in simulated time, after the first request, whatever still runs.",
     ),
 ]
 KvTokens = Annotated[
@@ -162,8 +164,6 @@ def read_inputs(
     from loraplex.twin.replay import ReplayOptions, from_first_arrival
     from loraplex.workload.jsonl import WorkloadFile
 
-    if options.seconds is not None and not options.seconds > 0:
-        raise typer.BadParameter("must be more than 0", param_hint="--seconds")
     rate = options.max_copy_gb_per_s
     if rate is not None and not 0 < rate < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--max-copy-gb-per-s")

@@ -58,9 +58,9 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     `previous`: versions that it stood for before, latest first.
 
     `bytes`: the memory that its weights take, in a fleet that of all replicas that have them; what one copy
-    would take if none has. `held_by`: the replicas of a fleet that have its weights in memory, as far as
-    known; `placed_on`: those that the placement gives it to, null if it gives every adapter to all. Both are
-    null for a single engine, and for a tenant that is no operator.
+    takes if none has, and for a tenant that is no operator. `held_by`: the replicas of a fleet that have its
+    weights in memory, as far as known; `placed_on`: those that the placement gives it to, null if it gives
+    every adapter to all. Both are null for a single engine, and for a tenant that is no operator.
     `path` is its folder, and `source` the folder or repository to load it from again; only administrators see
     them.
     """

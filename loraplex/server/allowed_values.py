@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from msgspec import inspect
+from msgspec import UNSET, inspect
 
 from loraplex.core.words import plural
 
 _STEP: Final = re.compile(r"\[([^\]]*)\]|([^.\[\]]+)")
-_MAX_QUOTED_CHARS: Final = 100
+MAX_QUOTED_CHARS: Final = 100
+"""Most characters of a client's text that a message quotes."""
 _TYPES: Final[dict[type[Any], inspect.Type]] = {}
 """Types by the class that was looked at: for a chat request, that takes ten milliseconds."""
 
 
-def allowed_at(kind: type[Any], path: str, *, for_key: bool = False) -> str | None:
+def allowed_at(kind: type[Any], path: str, values: Sequence[Any], *, for_key: bool = False) -> str | None:
     """Return in words what is allowed at a path such as `messages[0].role`; None if nothing is known of it.
-    `kind`: what the whole is decoded into. `for_key`: a key of the object there is meant."""
+    `kind`: what the whole is decoded into. `values`: what came, as `values_along` returns it. `for_key`: a
+    key of the object there is meant."""
     if kind not in _TYPES:
         _TYPES[kind] = inspect.type_info(kind)
     found: Iterable[inspect.Type] = [_TYPES[kind]]
-    for index, name in _steps(path):
-        found = [inner for each in _alternatives(found) for inner in _inside(each, index, name)]
+    for (index, name), outer in zip(_steps(path), values, strict=False):  # the last value is what is meant
+        found = [inner for each in _tagged(found, outer, name) for inner in _inside(each, index, name)]
     if for_key:
         found = [each.key_type for each in _alternatives(found) if isinstance(each, inspect.DictType)]
     words = list(dict.fromkeys(word for each in _alternatives(found) for word in _words(each)))
@@ -37,14 +39,15 @@ def allowed_at(kind: type[Any], path: str, *, for_key: bool = False) -> str | No
     return _joined(words) if words else None
 
 
-def value_at(whole: Any, path: str) -> str | None:
-    """Return the value at a path as messages quote it; None if there is none."""
+def values_along(whole: Any, path: str) -> list[Any]:
+    """Return the whole, and what each step of a path leads to: UNSET if that is not known."""
+    values = [whole]
     for index, name in _steps(path):
         try:
-            whole = whole[name] if index is None else whole[int(index)]
+            values.append(values[-1][name if index is None else int(index)])
         except (ValueError, LookupError, TypeError):
-            return None
-    return _quoted(whole)
+            values.append(UNSET)
+    return values
 
 
 def _steps(path: str) -> Iterator[tuple[str | None, str]]:
@@ -63,6 +66,17 @@ def _alternatives(types: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
                 yield from _alternatives([inner])
             case _:
                 yield each
+
+
+def _tagged(types: Iterable[inspect.Type], value: Any, name: str) -> list[inspect.Type]:
+    """Return the alternatives of a value, one of whose fields is meant: of several structs with a tag only
+    the one that the value names, as the others have other rules. All of them have the tag itself."""
+    found = list(_alternatives(types))
+    structs = [each for each in found if isinstance(each, inspect.StructType)]
+    if len(structs) < 2 or name == (field := structs[0].tag_field):
+        return found
+    tag = value.get(field, UNSET) if isinstance(value, dict) else UNSET
+    return [each for each in structs if each.tag == tag]
 
 
 def _inside(outer: inspect.Type, index: str | None, name: str) -> Iterator[inspect.Type]:
@@ -85,7 +99,7 @@ def _words(kind: inspect.Type) -> Iterator[str]:
         case inspect.NoneType():
             yield "null"
         case inspect.LiteralType(values=values) | inspect.EnumType(cls=values):
-            yield from (_quoted(getattr(each, "value", each)) for each in values)
+            yield from (quoted(getattr(each, "value", each)) for each in values)
         case inspect.IntType():
             yield "a whole number" + _range(kind)
         case inspect.FloatType():
@@ -124,20 +138,20 @@ def _lengths(least: int | None, most: int | None, noun: str) -> str:
     return f" of {f'{least:,} to' if least else 'at most'} {most:,} {plural(noun, most)}"
 
 
-def _quoted(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return a value as it is quoted in a message: short ones whole."""
     match value:
         case list():
             return f"a list of {len(value):,} {plural('item', len(value))}" if value else "an empty list"
         case dict():
-            return "an object"
-        case str() if len(value) <= _MAX_QUOTED_CHARS:
+            return f"an object of {len(value):,} {plural('key', len(value))}" if value else "an empty object"
+        case str() if len(value) <= MAX_QUOTED_CHARS:
             return repr(value)
         case str():
             return f"a string of {len(value):,} characters"
         case _:
             text = json.dumps(value)
-            return text if len(text) <= _MAX_QUOTED_CHARS else "one of many digits"
+            return text if len(text) <= MAX_QUOTED_CHARS else "one of many digits"
 
 
 def _joined(words: list[str]) -> str:

@@ -12,7 +12,8 @@ import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import EngineClosedError, InvalidRequestError
-from loraplex.server.body_errors import explain, not_json
+from loraplex.server.allowed_values import MAX_QUOTED_CHARS
+from loraplex.server.body_errors import decode_again, explain, not_json
 from loraplex.server.decoders import decode_json
 from loraplex.server.engine_status import SHUTTING_DOWN
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
@@ -20,7 +21,6 @@ from loraplex.server.json_size import JsonSize, json_size
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_MAX_QUOTED_CHARS: Final = 100
 _COUNTED_ABOVE_BYTES: Final = 2**17
 """Size in bytes below which any body is decoded in about a millisecond, so its values are not counted."""
 
@@ -75,7 +75,7 @@ class BodyReader:
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
             raise ContentEncodingError(
-                f"the request body is compressed (Content-Encoding: {encoding[:_MAX_QUOTED_CHARS]}), which "
+                f"the request body is compressed (Content-Encoding: {encoding[:MAX_QUOTED_CHARS]}), which "
                 "this server does not decode; send it uncompressed"
             )
         declared = request.headers.get("content-length", "")
@@ -140,7 +140,7 @@ def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
     try:
         return decode_json(body, kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error), kind, lambda: msgspec.json.decode(body)) from None
+        raise explain(str(error), kind, decode_again(body)) from None
     except msgspec.DecodeError as error:
         raise not_json(body, str(error)) from None
     except UnicodeError:

@@ -9,7 +9,8 @@ from typing import Final
 UNITS_S: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 """Seconds of each unit."""
 DURATION_FORM: Final = "write it like 2s or 500ms"
-_FORM: Final = re.compile(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*({'|'.join(UNITS_S)})?\s*")
+DURATION_PATTERN: Final = rf"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*({'|'.join(UNITS_S)})?\s*$"
+_FORM: Final = re.compile(DURATION_PATTERN)
 
 
 def duration_s(text: str) -> float | None:

@@ -348,7 +348,7 @@ def _adapter_info(
         path=str(adapter.spec.path) if shows_paths else None,
         source=adapter.ref.where if shows_paths else None,
         rank=adapter.spec.max_rank,
-        bytes=stats.num_bytes,
+        bytes=_num_bytes(deps, stats, access),
         tier=stats.tier,
         held_by=None if fleet is None else fleet.holders(adapter.version),
         placed_on=None if placed is None else list(placed.replicas),
@@ -358,8 +358,10 @@ def _adapter_info(
         requests=traffic.num_requests if traffic else None,
         tokens=traffic.num_tokens if traffic else None,
         canary=_canary_info(
+            deps,
             adapter.canary,
             by_version,
+            access,
             num_requests=traffic.num_canary_requests if traffic else None,
             shows_paths=shows_paths,
         ),
@@ -397,8 +399,10 @@ class _Costs(msgspec.Struct, frozen=True):
 
 
 def _canary_info(
+    deps: ServerDeps,
     canary: ServedCanary | None,
     by_version: Mapping[str, AdapterStats],
+    access: Access,
     *,
     num_requests: int | None,
     shows_paths: bool,
@@ -411,10 +415,18 @@ def _canary_info(
         share=canary.share,
         path=str(spec.path) if shows_paths else None,
         rank=spec.max_rank,
-        bytes=stats.num_bytes,
+        bytes=_num_bytes(deps, stats, access),
         tier=stats.tier,
         requests=num_requests,
     )
+
+
+def _num_bytes(deps: ServerDeps, stats: AdapterStats, access: Access) -> int:
+    """Return the memory that a version takes. A sum over replicas would show how many of them have it, so
+    who is no operator sees what one copy takes."""
+    if deps.fleet is None or access.is_operator or not stats.num_bytes:
+        return stats.num_bytes
+    return deps.fleet.num_bytes(stats.version)
 
 
 def _stats_of(version: str, by_version: Mapping[str, AdapterStats]) -> AdapterStats:

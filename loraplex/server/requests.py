@@ -318,12 +318,14 @@ SUPPORTED_VALUES: Final[Mapping[str, str]] = {
     "response_format.type": "send text, json_object or json_schema",
     "text.format.type": "send text, json_object or json_schema",
     "input.role": "send system, developer, user or assistant",
+    "input.content.type": _TEXT_ONLY,
     "top_logprobs": _LEAVE_OUT,
     "endpoint": "send /v1/chat/completions, /v1/completions or /v1/responses",
-    "role": "send system, developer, user, assistant or tool",
-    "type": _TEXT_ONLY,
+    "messages.role": "send system, developer, user, assistant or tool",
+    "messages.content.type": _TEXT_ONLY,
 }
-"""Fields that are supported with some values only, with advice on these."""
+"""Fields that are supported with some values only, with advice on these. Others with a wrong value are told
+what is allowed."""
 
 
 class AdapterQuery(msgspec.Struct, kw_only=True):

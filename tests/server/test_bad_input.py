@@ -294,7 +294,16 @@ def test_a_body_that_is_no_good_json_is_refused(api: Api, path: str, body: bytes
         (b'{"model": "base", "prompt": "a \\ud83d b"}', r"\ud83d is half of a character"),
         (b'{"model": "base", "prompt": "\\\\\\udc00"}', r"\udc00 is half of a character"),
         (b'{"model": "base", "prompt": "\\ud83d\\ude00\\uDE00"}', r"\uDE00 is half of a character"),
+        (b'{"model": "base", "prompt": "\\ud83d and so on"}', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\ud83d\\ud83e\\udd16"}', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\ud83d\\u0041 b"}', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\udc00 and so on"}', r"\udc00 is half of a character"),
+        (b'{"model": "base", "\\ud83d": 1}', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\\\\\ud83d"}', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\ud83d"', r"\ud83d is half of a character"),
+        (b'{"model": "base", "prompt": "\\ud83d', "Input data was truncated"),
         (b'{"model": "base", "prompt": "a \\\\ud83d', "Input data was truncated"),
+        (b'{"model": "base", "prompt": "a \\\\ud83d b', "Input data was truncated"),
         (b'{"model": "base", "prompt": "\\ud83d\\ude', "Input data was truncated"),
         (b'{"model": "base", "prompt": "\\ud83d\\ude00", }', "trailing comma"),
     ],
@@ -329,6 +338,23 @@ def test_what_is_no_json_is_told_what_it_is(api: Api, body: bytes, hint: str) ->
         ({"logit_bias": {"1": 101}}, "logit_bias[...] must be a number from -100 to 100"),
         ({"logit_bias": {"1" * 11: 1}}, "a key of logit_bias must be a string of at most 10 characters"),
         ({"bad_words": ["a", 5]}, "bad_words[1] must be a string of 1 to "),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": 5}]}]},
+            "messages[0].tool_calls must be a list that is empty, not a list of 1 item",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]},
+            "messages[0].tool_calls must be a list, not 5",
+        ),
+        ({"tools": [{"type": "x", "function": {"name": "f"}}]}, "tools[0].type must be 'function', not 'x'"),
+        (
+            {"tool_choice": {"type": "x", "function": {"name": "f"}}},
+            "tool_choice.type must be 'function', not 'x'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "type": "x"}]}]},
+            "messages[0].tool_calls[0].type must be 'function', not 'x'",
+        ),
     ],
 )
 def test_a_wrong_value_is_told_what_is_allowed(api: Api, fields: dict[str, Any], message: str) -> None:
@@ -345,6 +371,19 @@ def test_a_wrong_value_before_broken_json_is_told_without_what_came(api: Api) ->
     assert error_of(api.post("/v1/completions", content=b"[]"))["message"] == (
         "the body must be an object, not an empty list"
     )
+
+
+@pytest.mark.parametrize("num_chars", [2**16, 2**17])
+def test_a_large_body_is_not_decoded_again_to_quote_from_it(api: Api, num_chars: int) -> None:
+    message = error_of(api.post("/v1/completions", {"model": "base", "prompt": "x" * num_chars, "n": 0}))[
+        "message"
+    ]
+    is_quoted = message.endswith(", not 0")
+    assert is_quoted == (num_chars < 2**17)
+    assert message.startswith("n must be a whole number from 1 to 128")
+    wrong = {"role": "user", "content": "x" * num_chars, "tool_calls": [CALL]}
+    message = error_of(api.post("/v1/chat/completions", {"model": "base", "messages": [wrong]}))["message"]
+    assert " or " not in message, "nobody knows the rule of which role it is"
 
 
 def test_a_wrong_value_of_a_query_is_told_what_is_allowed(api: Api) -> None:

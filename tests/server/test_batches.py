@@ -18,15 +18,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec import structs
 from server_fixtures import USER, Served, live
 from server_process import wait_until
 from serving_fakes import Script, says
 
+from loraplex.core.errors import StorageError
 from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.server.batches import batch_run
-from loraplex.server.batches.objects import ENDED, BatchStatus
+from loraplex.server.batches.objects import ENDED, BatchObject, BatchStatus, FileObject, new_id
 from loraplex.server.batches.runner import BatchRunner
-from loraplex.server.batches.store import BatchLimits
+from loraplex.server.batches.store import BatchLimits, BatchStore
 from loraplex.server.waiting import WaitingLimits
 
 CHAT = "/v1/chat/completions"
@@ -281,11 +283,20 @@ def test_bad_batches_are_refused(client: openai.OpenAI) -> None:
         ({"endpoint": "/v1/embeddings"}, "send /v1/chat/completions, /v1/completions or /v1/responses"),
         ({"completion_window": "1 day"}, "'1 day'; give minutes, hours or days, such as 90m, 24h or 30d"),
         ({"completion_window": "31d"}, "at most 30d"),
+        ({"completion_window": "0"}, "is '0'; give minutes, hours or days"),
         ({"metadata": {"k": "x" * 513}}, "must be a string of at most 512 characters"),
         ({"metadata": {"k" * 65: "x"}}, "a key of metadata must be a string of at most 64 characters"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             create(**fields)
+
+
+@pytest.mark.parametrize("window", ["90m", "1.5h", "5400s", "5400"])
+def test_a_window_is_any_duration(client: openai.OpenAI, window: Any) -> None:
+    file = upload(client, line("a"))
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=window)
+    assert batch.completion_window == window
+    assert batch.expires_at == batch.created_at + 5400
 
 
 class Held:
@@ -385,6 +396,72 @@ def test_a_batch_that_waits_for_the_disk_says_why(
         is_full.clear()
         over = ended(client, batch.id)
         assert (over.status, over.request_counts.completed, over.waits) == ("completed", 2, None)
+
+
+def test_a_batch_whose_counts_could_not_be_written_at_once_writes_them(
+    make_served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_results, has_failed, sync, replace_file = threading.Event(), threading.Event(), os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        sync(file)
+        has_results.set()
+
+    def replaced(old: Any, new: Any, **options: Any) -> None:
+        if has_results.is_set() and not has_failed.is_set() and "batch_" in str(new):
+            has_failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace_file(old, new, **options)
+
+    monkeypatch.setattr(batch_run, "_DISK_RETRY_S", 0.05)
+    with running(make_served(Held(1))) as client:
+        file = upload(client, line("a"), line("b"))
+        has_results.clear()
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "replace", replaced)
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        has_answered(client, batch.id, 1)
+        assert has_failed.is_set()
+        assert client.batches.retrieve(batch.id).waits is None
+
+
+def test_a_batch_of_another_server_is_not_said_to_wait(make_served: Callable[..., Served]) -> None:
+    deps = make_served().deps
+    store = deps.batches
+    assert store is not None
+    here, there = store.owned_by(""), BatchStore(root=store.root, base_model=store.base_model).owned_by("")
+    file_id, path = here.new_content()
+    path.write_text(line("a"))
+    here.add(FileObject(id=file_id, bytes=1, created_at=1, filename="in", purpose="batch"))
+    batch = BatchObject(
+        id=new_id("batch", 1.0), endpoint=CHAT, input_file_id=file_id, completion_window="1h", created_at=1,
+        expires_at=2**40,
+    )  # fmt: skip
+    here.create_batch(batch)
+    assert here.batch(batch.id).waits is None
+    here.wait_for_disk(batch.id, StorageError("the disk fails"))
+    assert here.batch(batch.id).waits is not None
+
+    async def runs_here() -> None:
+        runner = asyncio.create_task(BatchRunner(deps, store).run())
+        async with asyncio.timeout(5):
+            while store.waits:
+                await asyncio.sleep(0)
+        runner.cancel()
+        await asyncio.wait([runner])
+
+    with there.claim(batch.id) as is_theirs:
+        assert is_theirs
+        asyncio.run(runs_here())
+        here.wait_for_disk(batch.id, StorageError("the disk fails"))
+        found = there.stored(batch.id)
+        assert found is not None
+        there.save(
+            structs.replace(found, batch=structs.replace(batch, status=BatchStatus.COMPLETED, completed_at=2))
+        )
+    assert (here.batch(batch.id).status, here.batch(batch.id).waits) == ("completed", None)
+    assert not store.waits
+    deps.adapters.registry.close()
 
 
 def test_few_lines_wait_at_a_time(make_served: Callable[..., Served]) -> None:

@@ -11,7 +11,9 @@ from twins import random_workload
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.cli.slo import parse_slo
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
+from loraplex.twin.fleet_run import BaseTimes
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 
@@ -43,7 +45,7 @@ def test_a_burst_beyond_all_capacity_is_called_an_overload(profile: Path, tmp_pa
     assert "overloaded under random+everywhere: it serves less than 90%" in result.output
 
 
-@pytest.mark.parametrize("seconds", [(), ("--seconds", "2")], ids=["whole", "cut"])
+@pytest.mark.parametrize("seconds", [(), ("--seconds", "2000ms")], ids=["whole", "cut"])
 def test_times_may_count_from_any_moment(
     profile: Path, workload: Path, tmp_path: Path, seconds: tuple[str, ...]
 ) -> None:
@@ -128,6 +130,15 @@ def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) ->
         assert 0 <= figures["attainment"] <= 1
         assert figures["interval_95"]["tpt_mean_s"] > 0, "seeds differ"
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "limit_s"),
+    [("30ms", 0.03), (".5s", 0.5), ("30", 30.0), ("1m", 60.0), ("1.5x", 0.15), (" .5 x", 0.05)],
+)
+def test_a_limit_per_token_is_any_duration_or_a_multiple(text: str, limit_s: float) -> None:
+    slo = parse_slo(text, text, None).slo(lambda: BaseTimes(0.1, 0.1))
+    assert (slo.tpt_s, slo.tpot_s) == (pytest.approx(limit_s), pytest.approx(limit_s))
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ class BatchRun:
         self._again: deque[InputLine] = deque()
         self._num_crashes: dict[str, int] = {}
         self._unwritten: list[LineResult] = []
+        self._are_counts_saved = True
         self._resume = asyncio.Event()
         self._resume.set()
         self._trouble = ""
@@ -265,7 +266,9 @@ class BatchRun:
         answers = self._unwritten[:]  # more may come meanwhile
         if answers:
             self._results.append(answers)
+            self._are_counts_saved = False  # even if the disk fails before they are
             del self._unwritten[: len(answers)]
+        if not self._are_counts_saved:
             self._save()
 
     def _finish(self) -> None:
@@ -314,6 +317,7 @@ class BatchRun:
         stored = msgspec.structs.replace(self._stored, batch=batch)
         self._owned.save(stored)
         self._stored = stored
+        self._are_counts_saved = True
 
     def _why_end(self) -> BatchStatus | None:
         """Return why the batch ends with lines left; None if it goes on."""

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from loraplex.core.tenants import BATCH_PRIORITY
 from loraplex.server.batches.objects import BatchError
-from loraplex.server.body_errors import explain
+from loraplex.server.body_errors import decode_again, explain
 from loraplex.server.decoders import decode_json
 
 MAX_ERRORS: Final = 100
@@ -150,7 +150,7 @@ def _parse(text: bytes, endpoint: str, number: int, offset: int) -> InputLine:
     try:
         line = decode_json(text, _Line)
     except msgspec.ValidationError as error:
-        wrong = explain(str(error), _Line, lambda: msgspec.json.decode(text))
+        wrong = explain(str(error), _Line, decode_again(text))
         raise InputError.of("invalid_line", f"is not a request: {wrong}", wrong.param) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InputError.of("invalid_json_line", f"is not valid JSON: {error}") from None
@@ -160,7 +160,7 @@ def _parse(text: bytes, endpoint: str, number: int, offset: int) -> InputLine:
     try:
         body = decode_json(line.body, _Body)
     except msgspec.ValidationError as error:
-        wrong = explain(str(error), _Body, lambda: msgspec.json.decode(line.body), "body")
+        wrong = explain(str(error), _Body, decode_again(line.body), "body")
         raise InputError.of("invalid_body", f"has a wrong body: {wrong}", wrong.param) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InputError.of("invalid_body", f"has a wrong body: {error}", "body") from None

@@ -9,12 +9,14 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from loraplex.server.durations import DURATION_PATTERN
+
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 MAX_PAGE: Final = 10_000
-WINDOW_PATTERN: Final = "^([1-9][0-9]{0,3})([mhd])$"
+MAX_WINDOW_CHARS: Final = 32
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +149,9 @@ class CreateBatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
     input_file_id: str
     endpoint: Endpoint
-    completion_window: Annotated[str, Meta(extra_json_schema={"pattern": WINDOW_PATTERN})]
+    completion_window: Annotated[
+        str, Meta(max_length=MAX_WINDOW_CHARS, extra_json_schema={"pattern": DURATION_PATTERN})
+    ]
     metadata: Metadata | None = None
 
 

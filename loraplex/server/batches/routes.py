@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Final
 
 from fastapi import APIRouter
@@ -12,7 +11,6 @@ from starlette.responses import FileResponse, Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.server.batches.objects import (
-    WINDOW_PATTERN,
     BatchList,
     BatchObject,
     CreateBatchRequest,
@@ -27,6 +25,7 @@ from loraplex.server.batches.store import BatchStore, OwnedFiles
 from loraplex.server.batches.upload import receive_file
 from loraplex.server.body import read_query
 from loraplex.server.deps import ServerDeps
+from loraplex.server.durations import duration_s
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.tenants.access import access_of
@@ -36,7 +35,6 @@ _BATCH: Final = "/v1/batches/{batch_id}"
 _CHANGE_ERRORS: Final = (401, 404, 409, 507)
 _READ_ERRORS: Final = (401, 404, 409)
 _JSON_LINES: Final = "application/jsonl"
-_UNIT_S: Final = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S: Final = 30 * 86400
 
 
@@ -161,15 +159,14 @@ def _add_batches(router: APIRouter, deps: ServerDeps, store: BatchStore) -> None
 
 
 def _window_s(window: str) -> int:
-    match = re.fullmatch(WINDOW_PATTERN, window)
-    if match is None:
+    seconds = duration_s(window)
+    if seconds is None or seconds < 1:
         raise InvalidRequestError(
-            f"completion_window is {window[:64]!r}; give minutes, hours or days, such as 90m, 24h or 30d",
+            f"completion_window is {window!r}; give minutes, hours or days, such as 90m, 24h or 30d",
             param="completion_window",
         )
-    seconds = int(match[1]) * _UNIT_S[match[2]]
     if seconds > _MAX_WINDOW_S:
         raise InvalidRequestError(
-            f"completion_window is {window}; at most 30d are possible", param="completion_window"
+            f"completion_window is {window!r}; at most 30d are possible", param="completion_window"
         )
-    return seconds
+    return int(seconds)

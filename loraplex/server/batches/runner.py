@@ -96,6 +96,7 @@ class BatchRunner:
             with owned.claim(batch_id) as is_ours:
                 stored = owned.stored(batch_id) if is_ours else None
                 if stored is None:
+                    owned.no_wait(batch_id)
                     return  # another server runs it
                 if stored.batch.status in ENDED:
                     owned.save(stored)  # the last run ended before it had removed the mark

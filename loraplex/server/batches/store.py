@@ -244,7 +244,8 @@ class OwnedFiles:
         return batch
 
     def wait_for_disk(self, batch_id: str, error: StorageError) -> None:
-        """Show that a batch waits until `save` succeeds. The error is the operator's: it names paths."""
+        """Show that a batch waits for the disk, until `save` succeeds or it is another server's. The error is
+        the operator's: it names paths."""
         goes_on = "The batch goes on by itself then; what was answered is kept"
         if isinstance(error, DiskFullError):
             wait = BatchWait(
@@ -255,10 +256,13 @@ class OwnedFiles:
         else:
             wait = BatchWait(
                 code="storage_failed",
-                message="the server cannot write to its disk: ask its operator, whose log says why. "
-                f"{goes_on}",
+                message=f"the server's disk fails: ask its operator, whose log says why. {goes_on}",
             )
         self.store.waits[batch_id] = wait
+
+    def no_wait(self, batch_id: str) -> None:
+        """Show no longer that a batch waits: it goes on here, or with another server."""
+        self.store.waits.pop(batch_id, None)
 
     def save(self, stored: StoredBatch) -> None:
         """Replace a batch on disk. Only for who holds its lock."""
@@ -268,7 +272,7 @@ class OwnedFiles:
             if stored.batch.status in ENDED:
                 for suffix in (".open", ".cancel"):
                     path.with_suffix(suffix).unlink(missing_ok=True)
-        self.store.waits.pop(stored.batch.id, None)
+        self.no_wait(stored.batch.id)
 
     def batch(self, batch_id: str) -> BatchObject:
         """Raises NotFoundError."""
@@ -335,9 +339,12 @@ class OwnedFiles:
                 yield stored
 
     def _shown(self, batch: BatchObject) -> BatchObject:
+        if batch.status in ENDED:
+            self.no_wait(batch.id)  # it may have ended with another server
+            return batch
         if (wait := self.store.waits.get(batch.id)) is not None:
             batch = msgspec.structs.replace(batch, waits=wait)
-        if batch.status in ENDED or (cancelling_at := self.cancelling_at(batch.id)) is None:
+        if (cancelling_at := self.cancelling_at(batch.id)) is None:
             return batch
         return msgspec.structs.replace(batch, status=BatchStatus.CANCELLING, cancelling_at=cancelling_at)
 
