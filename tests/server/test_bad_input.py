@@ -329,7 +329,7 @@ def test_what_is_no_json_is_told_what_it_is(api: Api, body: bytes, hint: str) ->
         ),
         (
             {"messages": [{"role": "user", "content": {}}]},
-            "messages[0].content must be a string or a list, not an object",
+            "messages[0].content must be a string or a list, not an empty object",
         ),
         (
             {"cache_salt": "x" * 300},
