@@ -23,13 +23,10 @@ import torch
 
 from benchmarks.gpu_engine import SHAPE
 from benchmarks.sources import fingerprints
-from benchmarks.structured_output import BATCH, EOS, RESULTS, STEP_SCHEMAS, Vocabulary
+from benchmarks.structured_output import BATCH, EOS, RESULTS, Vocabulary, batch_of_requests
 from loraplex.bench.alternating import quiet_collector
 from loraplex.bench.environment import environment
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
-from loraplex.core.request import EngineRequest
-from loraplex.core.sampling import SamplingParams
-from loraplex.core.structured_output import OutputKind, StructuredOutput
 from loraplex.engine.compilation import GrammarCompilation
 from loraplex.engine.core import Engine
 from loraplex.engine.grammars import Grammars
@@ -84,22 +81,15 @@ def _decode(
     engine: Engine, name: str, temperature: float, num_steps: int, *, is_structured: bool
 ) -> list[float]:
     """Return the milliseconds between steps in which all requests decode."""
-    for number in range(BATCH):
-        wanted = StructuredOutput(OutputKind.JSON, STEP_SCHEMAS[number % len(STEP_SCHEMAS)])
-        engine.add_request(
-            EngineRequest(
-                request_id=f"{name}-{number}",
-                prompt_token_ids=[3 + number, *range(10, 100)],
-                params=SamplingParams(
-                    max_tokens=SETTLE_STEPS + num_steps,
-                    temperature=temperature,
-                    seed=number,
-                    ignore_eos=not is_structured,
-                    structured_output=wanted if is_structured else None,
-                ),
-                eos_token_ids=(EOS,),
-            )
-        )
+    for request in batch_of_requests(
+        f"{name}-",
+        is_structured=is_structured,
+        prompt_tokens=91,
+        max_tokens=SETTLE_STEPS + num_steps,
+        temperature=temperature,
+        eos=EOS,
+    ):
+        engine.add_request(request)
     times_s = []
     while engine.has_work():
         outputs = engine.step()
@@ -107,7 +97,7 @@ def _decode(
             raise RuntimeError(errors[0])
         if len(outputs) == BATCH:
             times_s.append(time.perf_counter())
-    assert len(times_s) >= SETTLE_STEPS + num_steps - 1, "answers ended while they were timed"
+    assert len(times_s) >= num_steps, "answers ended while they were timed"
     return [(later - sooner) * 1e3 for sooner, later in pairwise(times_s)][SETTLE_STEPS:]
 
 

@@ -337,24 +337,32 @@ STEP_SCHEMAS: Final = tuple(
 """Answers that do not end while they are timed."""
 
 
-def _fill(engine: Engine, *, is_structured: bool) -> None:
-    """Add the requests, and run their prompts."""
+def batch_of_requests(
+    name: str, *, is_structured: bool, prompt_tokens: int, max_tokens: int, temperature: float, eos: int
+) -> Iterator[EngineRequest]:
+    """Yield the requests of a step, each with one of the schemas or without."""
     for number in range(BATCH):
         wanted = StructuredOutput(OutputKind.JSON, STEP_SCHEMAS[number % len(STEP_SCHEMAS)])
-        engine.add_request(
-            EngineRequest(
-                request_id=f"{number}",
-                prompt_token_ids=[3 + number, *range(10, 25)],
-                params=SamplingParams(
-                    max_tokens=400,
-                    temperature=1.0,
-                    seed=number,
-                    ignore_eos=not is_structured,
-                    structured_output=wanted if is_structured else None,
-                ),
-                eos_token_ids=(2,),
-            )
+        yield EngineRequest(
+            request_id=f"{name}{number}",
+            prompt_token_ids=[3 + number, *range(10, 9 + prompt_tokens)],
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=number,
+                ignore_eos=not is_structured,
+                structured_output=wanted if is_structured else None,
+            ),
+            eos_token_ids=(eos,),
         )
+
+
+def _fill(engine: Engine, *, is_structured: bool) -> None:
+    """Add the requests, and run their prompts."""
+    for request in batch_of_requests(
+        "", is_structured=is_structured, prompt_tokens=16, max_tokens=400, temperature=1.0, eos=2
+    ):
+        engine.add_request(request)
     started = time.monotonic()
     while len(engine.step()) < BATCH:
         assert time.monotonic() - started < 120, "all prompts are read"

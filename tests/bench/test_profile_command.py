@@ -95,9 +95,8 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     assert "engine step" in result.output
     assert "held out: decode" in result.output
     assert model.held_out is not None
-    # Larger ones than the largest of the fitted cases are left out.
-    assert 20 <= model.held_out.decode.num_samples <= 24
-    assert 20 <= model.held_out.prefill.num_samples <= 24
+    # One of the 24 steps that decode is larger than the largest fitted case, and left out.
+    assert (model.held_out.decode.num_samples, model.held_out.prefill.num_samples) == (23, 24)
     assert model.held_out.load.num_samples == 6
     memory = model.memory
     assert memory is not None
