@@ -15,7 +15,7 @@ from serving_fakes import hf_tokenizer
 
 from loraplex.server.batches.objects import ENDED
 
-NUM_LINES = 40
+NUM_LINES = 1000
 pytestmark = pytest.mark.slow  # it starts two servers; `test_batches` stops one of a fake engine
 
 
